@@ -1,0 +1,19 @@
+"""The states that the recurrences carry from token to token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class MesaState(NamedTuple):
+    """What the Mesa rule remembers of the tokens so far: two decayed sums.
+
+    `kk` is the paper's H_t, `kv` its G_t transposed. Both are float32, or float64 for float64 inputs.
+    """
+
+    kk: Tensor
+    """[B, H, K, K] decayed sum of write * k k^T."""
+    kv: Tensor
+    """[B, H, K, V] decayed sum of write * k v^T."""
