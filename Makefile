@@ -1,0 +1,57 @@
+# make demo | test | test-slow | check: each sets up its own .venv first, and needs only Python >= 3.11.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+find_python = for name in $${PYTHON:-} python3.11 python3 python; do \
+	"$$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$name" && break; done
+# The stamps carry a hash of what they depend on, so that an old .venv is updated and an unchanged one is left alone.
+hash = $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+runtime = .venv/.runtime-$(hash)
+development = .venv/.development-$(hash)
+python = .venv/bin/python
+install = $(python) -m pip install --quiet --disable-pip-version-check
+
+.PHONY: help demo test test-slow check format clean
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
+
+.venv/bin/python:
+	@python=$$($(find_python)); \
+	if [[ -z "$$python" ]]; then echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 2; fi; \
+	"$$python" -m venv .venv
+
+# torch comes first and alone: its own requirements then are already met when the rest is resolved.
+$(runtime): | .venv/bin/python
+	@echo "Setting up .venv (runtime)"
+	@$(install) torch==2.13.0
+	@$(install) -c constraints.txt -e '.[report]'
+	@rm -f .venv/.runtime-* && touch $@
+
+$(development): $(runtime)
+	@echo "Setting up .venv (development)"
+	@$(install) -c constraints.txt -e '.[dev,data,transformers,report,tensorboard,evaluation,kernels]'
+	@rm -f .venv/.development-* && touch $@
+
+demo: $(runtime)  ## In-context regression: the Mesa rule beside linear attention and the delta rule, with a figure
+	$(python) examples/in_context_regression.py --out runs/demo
+
+test: $(development)  ## The tests, without the slow ones
+	$(python) -m pytest
+
+test-slow: $(development)  ## The slow tests alone
+	$(python) -m pytest -m slow
+
+check: $(development)  ## Formatting, lint, types and the walls between the packages
+	$(python) -m ruff format --check .
+	$(python) -m ruff check .
+	$(python) -m mypy
+	.venv/bin/lint-imports
+
+format: $(development)  ## Rewrite the code in the house style
+	$(python) -m ruff format .
+	$(python) -m ruff check --fix .
+
+clean:  ## Remove caches; .venv and runs/ stay
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist

@@ -1,0 +1,41 @@
+"""The command line: it parses, calls and prints, and holds no logic of its own.
+
+How to add a command
+--------------------
+1. Write a module `mesanet/cli/<command>.py` with `run(arguments: list[str]) -> None`; `arguments` are the words after
+   the command. A command without subcommands describes its options as a frozen keyword-only dataclass and parses them with
+   `parse`:
+
+       @dataclass(frozen=True, kw_only=True)
+       class Options:
+           \"\"\"What the command does, in one sentence: it becomes the head of --help.\"\"\"
+
+           out: Path = Path("runs/example")
+           \"\"\"Folder for the results.\"\"\"
+
+       def run(arguments: list[str]) -> None:
+           options = parse(Options, arguments, program="mesanet example")
+           from mesanet.example import do_it  # heavy imports here, so that --help stays fast
+
+           do_it(...)
+
+   A command with subcommands has a table of its own and calls `dispatch(arguments, TABLE, program="mesanet data")`.
+2. Add one line to `COMMANDS` below.
+
+Mistakes of the user's are raised, by the command or anything that it calls, as ValueError (UserError is one) or as the
+usual OSError of a missing or unreadable file: `main` prints their text as one sentence on stderr and exits with code 2.
+Code 0 means done and 130 means Ctrl-C. With MESANET_DEBUG=1 in the environment the traceback is shown as well.
+"""
+
+from mesanet.cli.dispatch import Command, dispatch, parse, report_errors
+
+__all__ = ["COMMANDS", "Command", "dispatch", "main", "parse"]
+
+COMMANDS = {
+    "bench": Command("mesanet.cli.bench", "measure speed and memory beside a peer in the same run"),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run one command line, `sys.argv[1:]` by default, and exit with its code."""
+    report_errors(lambda words: dispatch(words, COMMANDS, program="mesanet"), arguments)

@@ -1,0 +1,12 @@
+"""`mesanet bench`: speed and memory, always beside a peer in the same run."""
+
+from mesanet.cli.dispatch import Command, dispatch
+
+BENCHMARKS = {
+    "op": Command("mesanet.cli.bench_op", "time the Mesa op beside softmax attention and a large matrix product"),
+}
+
+
+def run(arguments: list[str]) -> None:
+    """Run the benchmark that the first word names."""
+    dispatch(arguments, BENCHMARKS, program="mesanet bench")

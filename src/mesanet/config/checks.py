@@ -1,0 +1,54 @@
+"""Checks that a config's `__post_init__` calls, and the error that they raise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sized
+
+
+class ConfigError(ValueError):
+    """A field with a bad value; its text reads `<field> <problem>`, as in `model.width must be positive, got -3`."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}")
+        self.field = field
+        self.problem = problem
+
+    def inside(self, owner: str) -> ConfigError:
+        """Return the same error, seen from the config that holds the field's owner under the name `owner`."""
+        return ConfigError(f"{owner}.{self.field}", self.problem)
+
+
+def check_positive(field: str, value: float) -> None:
+    """Refuse anything but a finite number above zero."""
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(field, f"must be a positive number, got {value!r}")
+
+
+def check_in_range(
+    field: str,
+    value: float,
+    low: float = -math.inf,
+    high: float = math.inf,
+    *,
+    low_open: bool = False,
+    high_open: bool = False,
+) -> None:
+    """Refuse a number outside [low, high]; `low_open` and `high_open` exclude that end. NaN is always outside."""
+    above = value > low if low_open else value >= low
+    below = value < high if high_open else value <= high
+    if not (above and below):
+        left, right = ("(" if low_open else "["), (")" if high_open else "]")
+        raise ConfigError(field, f"must be in {left}{low:g}, {high:g}{right}, got {value!r}")
+
+
+def check_one_of(field: str, value: object, accepted: Collection[object]) -> None:
+    """Refuse a value that is not among `accepted`."""
+    if value not in accepted:
+        raise ConfigError(field, f"must be one of {', '.join(map(repr, accepted))}, got {value!r}")
+
+
+def check_not_empty(field: str, value: Sized) -> None:
+    """Refuse an empty string or tuple."""
+    if len(value) == 0:
+        raise ConfigError(field, f"must not be empty, got {value!r}")

@@ -1,0 +1,83 @@
+"""Files that are written whole or not at all.
+
+Every writer here writes into a temporary file in the same folder, flushes it to the disk and then renames it over the
+target, so that a crash at any moment leaves either the old file or the new one, never a part of one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> Path:
+    """Let `write` fill a temporary file, then put it in the place of `path`; missing folders are created.
+
+    If `write` raises, the old file stays as it was and nothing is left behind.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files that only their owner may read; the target gets what a plain open() would have given.
+        temporary.chmod(_permissions(target))
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+    return target
+
+
+def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> Path:
+    """Write `data` as the whole of `path`, atomically."""
+    return write_atomic(path, lambda file: file.write(data))
+
+
+def write_text_atomic(path: str | os.PathLike[str], text: str) -> Path:
+    """Write `text` in UTF-8 as the whole of `path`, atomically."""
+    return write_bytes_atomic(path, text.encode("utf-8"))
+
+
+def write_json_atomic(path: str | os.PathLike[str], value: Any, *, indent: int | None = 2) -> Path:
+    """Write `value` as JSON, atomically; NaN and infinity are refused because they are not JSON."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    return write_text_atomic(path, text + "\n")
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Read a JSON file; a ValueError that names the file says where it is broken."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{os.fspath(path)} is not valid JSON: {error}") from error
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Flush a folder's entries to the disk, so that a rename in it survives a power cut (POSIX only)."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _permissions(target: Path) -> int:
+    """The existing file's permissions, or those that a new file gets."""
+    try:
+        return target.stat().st_mode & 0o777
+    except FileNotFoundError:
+        mask = os.umask(0)
+        os.umask(mask)
+        return 0o666 & ~mask
