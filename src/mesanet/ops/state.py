@@ -17,3 +17,23 @@ class MesaState(NamedTuple):
     """[B, H, K, K] decayed sum of write * k k^T."""
     kv: Tensor
     """[B, H, K, V] decayed sum of write * k v^T."""
+
+
+class MlstmState(NamedTuple):
+    """What mLSTM remembers: two decayed sums, both scaled by exp(-stabiliser) so that neither can overflow."""
+
+    kv: Tensor
+    """[B, H, K, V] decayed sum of exp(log_input - stabiliser) * k v^T."""
+    normaliser: Tensor
+    """[B, H, K] decayed sum of exp(log_input - stabiliser) * k."""
+    stabiliser: Tensor
+    """[B, H] log of what the sums are scaled down by: the running maximum of the decayed input gates."""
+
+
+class RecursiveMesaState(NamedTuple):
+    """What the original recursive Mesa layer remembers."""
+
+    inverse: Tensor
+    """[B, H, K, K] inverse of the decayed sum of ridge and write * k k^T."""
+    kv: Tensor
+    """[B, H, K, V] decayed sum of write * k v^T."""
