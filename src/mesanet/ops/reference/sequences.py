@@ -49,7 +49,7 @@ def concatenate_states(states: list[State]) -> State:
 
 
 def combine(function: Callable[[list[Tensor]], Tensor], states: Sequence[Any]) -> Any:
-    """A state made by `function` from the same tensor of every state: states are tensors, or named tuples of tensors."""
+    """A state made by `function` from the same tensor of every state; states are tensors or named tuples of them."""
     if isinstance(states[0], Tensor):
         return function(list(states))
     return type(states[0])(*(function(list(column)) for column in zip(*states, strict=True)))
