@@ -1,8 +1,8 @@
 """Recurrent sequence layers that solve the ridge regression over all tokens so far, at every token.
 
 The public names are listed twice, and a test keeps the two lists equal: once for type checkers, under TYPE_CHECKING,
-and once in `_HOME`, from where they are imported at first use, so that `import mesanet` stays fast. To add a public
-name, add one line to each, in alphabetical order.
+and once in `_HOME` (or `_SUBMODULES`), from where they are imported at first use, so that `import mesanet` stays fast.
+To add a public name, add one line to each, in alphabetical order.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mesanet import config as config
+    from mesanet import ops as ops
     from mesanet.errors import UserError as UserError
 
 __version__ = "0.1.0"
@@ -18,21 +20,22 @@ __version__ = "0.1.0"
 _HOME = {
     "UserError": "mesanet.errors",
 }
-_SUBMODULES = frozenset({"config"})
+_SUBMODULES = frozenset({"config", "ops"})
+
+__all__ = [*_HOME, *_SUBMODULES]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name, or a public subpackage, at its first use."""
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
-    elif name in _SUBMODULES:
-        value = importlib.import_module(f"mesanet.{name}")
-    else:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"mesanet.{name}")
+    if name not in _HOME:
         raise AttributeError(f"module 'mesanet' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     """Every public name, imported yet or not."""
-    return sorted({*globals(), *_HOME, *_SUBMODULES})
+    return sorted({*globals(), *__all__})

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> Path:
     """Let `write` fill a temporary file, then put it in the place of `path`; missing folders are created.
 
-    If `write` raises, the old file stays as it was and nothing is left behind.
+    If `write` raises, the old file stays as it was and nothing is left behind. A link is followed, not replaced.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".partial")
     temporary = Path(name)
@@ -35,7 +35,7 @@ def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], objec
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
-    return target
+    return Path(path)
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], data: bytes) -> Path:

@@ -3,8 +3,8 @@
 How to add a command
 --------------------
 1. Write a module `mesanet/cli/<command>.py` with `run(arguments: list[str]) -> None`; `arguments` are the words after
-   the command. A command without subcommands describes its options as a frozen keyword-only dataclass and parses them with
-   `parse`:
+   the command. A command without subcommands describes its options as a frozen keyword-only dataclass and parses
+   them with `parse`:
 
        @dataclass(frozen=True, kw_only=True)
        class Options:

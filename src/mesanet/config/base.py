@@ -20,8 +20,8 @@ Nothing is ever guessed: "false" is no bool, 1 is no bool, True is no int, 3.0 i
 
 from __future__ import annotations
 
-import functools
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -68,28 +68,30 @@ def from_dict(kind: type[Config], values: Mapping[str, Any]) -> Config:
     Raises ConfigError, a ValueError, that names the dotted field, what came, and what is accepted.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(kind.__name__, f"must be a table of its fields, got {_shown(values)}")
+        raise ConfigError(kind.__name__, f"got {_shown(values)}, expected a table of its fields")
     declared = {field.name: field for field in fields(kind) if field.init}  # type: ignore[arg-type]
     for name in values:
         if name not in declared:
             raise ConfigError(str(name), _unknown_field(str(name), kind, list(declared)))
     for name, field in declared.items():
         if name not in values and _required(field):
-            raise ConfigError(name, f"is missing; it must be {_expected(_types(kind)[name])}")
+            raise ConfigError(name, f"is missing, expected {_expected(_types(kind)[name])}")
     arguments = {name: _parse(name, value, _types(kind)[name]) for name, value in values.items()}
     return kind(**arguments)
 
 
 def to_json(config: Any) -> str:
     """Return a config as JSON text; NaN and infinity are refused because they are not JSON."""
-    return json.dumps(to_dict(config), indent=2, ensure_ascii=False, allow_nan=False)
+    values = to_dict(config)
+    _check_finite(values, "")
+    return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def from_json(kind: type[Config], text: str) -> Config:
     """Build a config of class `kind` from what `to_json` gives."""
     try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
+        values = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    except ValueError as error:
         raise ConfigError(kind.__name__, f"is not valid JSON: {error}") from error
     return from_dict(kind, values)
 
@@ -100,12 +102,34 @@ def check_fields(config: Any) -> None:
         value = getattr(config, field.name)
         if not _fits(value, _types(type(config))[field.name]):
             accepted = _expected(_types(type(config))[field.name])
-            raise ConfigError(field.name, f"must be {accepted}, got {_shown(value)}")
+            raise ConfigError(field.name, f"got {_shown(value)}, expected {accepted}")
 
 
-@functools.cache
 def _types(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
+
+
+def _check_finite(value: Any, name: str) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(name, f"got {value!r}, expected a finite number, the only kind that JSON can hold")
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_finite(item, f"{name}.{key}" if name else key)
+    if isinstance(value, list):
+        for position, item in enumerate(value):
+            _check_finite(item, f"{name}[{position}]")
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ValueError(f"{sorted(twice)[0]!r} is given twice")
+    return dict(pairs)
 
 
 def _required(field: Field[Any]) -> bool:
@@ -140,19 +164,27 @@ def _parse(name: str, value: Any, kind: Any) -> Any:
     if kind is Path and isinstance(value, str):
         return Path(value)
     if not _fits(value, kind):
-        raise ConfigError(name, f"must be {_expected(kind)}, got {_shown(value)}")
+        raise ConfigError(name, f"got {_shown(value)}, expected {_expected(kind)}")
     return float(value) if kind is float else value
 
 
 def _parse_config(name: str, value: Any, kind: Any) -> Any:
     if not isinstance(value, Mapping):
-        raise ConfigError(name, f"must be {_expected(kind)}, got {_shown(value)}")
+        raise ConfigError(name, f"got {_shown(value)}, expected {_expected(kind)}")
     try:
         return from_dict(kind, value)
-    except ConfigError as error:
-        raise error.inside(name) from error
     except ValueError as error:
-        raise ConfigError(name, f"is not accepted: {error}") from error
+        raise _inside(name, kind, error) from error
+
+
+def _inside(owner: str, kind: Any, error: ValueError) -> ConfigError:
+    """Return the error of a nested config of class `kind`, with its field named from the outside."""
+    if isinstance(error, ConfigError):
+        return ConfigError(f"{owner}.{error.field}", error.problem)
+    field, separator, problem = str(error).partition(": ")
+    if separator and field in _types(kind):
+        return ConfigError(f"{owner}.{field}", problem)
+    return ConfigError(owner, str(error))
 
 
 def _parse_tuple(name: str, value: Any, kind: Any) -> tuple[Any, ...]:
@@ -160,7 +192,7 @@ def _parse_tuple(name: str, value: Any, kind: Any) -> tuple[Any, ...]:
     if items[-1:] == (Ellipsis,):
         items = (items[0],) * len(value)
     if len(items) != len(value):
-        raise ConfigError(name, f"must be {_expected(kind)}, got {_shown(value)}")
+        raise ConfigError(name, f"got {_shown(value)}, expected {_expected(kind)}")
     return tuple(_parse(f"{name}[{i}]", item, type_) for i, (item, type_) in enumerate(zip(value, items, strict=True)))
 
 
@@ -169,15 +201,13 @@ def _parse_union(name: str, value: Any, members: tuple[Any, ...]) -> Any:
     configs = [member for member in members if is_dataclass(member)]
     if isinstance(value, Mapping) and configs:
         return _parse_config(name, value, configs[0] if len(configs) == 1 else _chosen(name, value, configs))
-    for member in members:
-        if _fits(value, member):
-            return _parse(name, value, member)
-    for member in members:
+    exact_first = sorted(members, key=lambda member: (type(value) is not member, not _fits(value, member)))
+    for member in exact_first:
         try:
             return _parse(name, value, member)
         except ConfigError:
             continue
-    raise ConfigError(name, f"must be {_expected(Union[members])}, got {_shown(value)}")  # noqa: UP007 - built at run time
+    raise ConfigError(name, f"got {_shown(value)}, expected {_expected(Union[members])}")  # noqa: UP007 - built at run time
 
 
 def _chosen(name: str, value: Mapping[str, Any], configs: list[Any]) -> Any:
@@ -190,10 +220,10 @@ def _chosen(name: str, value: Mapping[str, Any], configs: list[Any]) -> Any:
     tag = tags[0]
     known = {option: config for config in configs for option in get_args(_types(config)[tag])}
     if tag not in value:
-        raise ConfigError(f"{name}.{tag}", f"is missing; it must be one of {', '.join(map(repr, known))}")
+        raise ConfigError(f"{name}.{tag}", f"is missing, expected one of {', '.join(map(repr, known))}")
     came = value[tag]
     if not isinstance(came, str) or came not in known:
-        raise ConfigError(f"{name}.{tag}", f"must be one of {', '.join(map(repr, known))}, got {_shown(came)}")
+        raise ConfigError(f"{name}.{tag}", f"got {_shown(came)}, expected one of {', '.join(map(repr, known))}")
     return known[came]
 
 
@@ -230,7 +260,7 @@ def _tuple_fits(value: tuple[Any, ...], items: tuple[Any, ...]) -> bool:
 def _unknown_field(name: str, kind: type, declared: list[str]) -> str:
     close = get_close_matches(name, declared, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"is not a field of {kind.__name__}, which accepts {', '.join(declared) or 'none'}{hint}"
+    return f"is no field of {kind.__name__}, expected one of {', '.join(declared) or 'none'}{hint}"
 
 
 def _expected(kind: Any) -> str:

@@ -7,22 +7,24 @@ from collections.abc import Collection, Sized
 
 
 class ConfigError(ValueError):
-    """A field with a bad value; its text reads `<field> <problem>`, as in `model.width must be positive, got -3`."""
+    """A field with a bad value; its text reads as in `model.width: got -3, expected a positive number`."""
 
     def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field} {problem}")
+        super().__init__(f"{field}: {problem}")
         self.field = field
+        """Dotted name of the field."""
         self.problem = problem
+        """What came and what is accepted."""
 
-    def inside(self, owner: str) -> ConfigError:
-        """Return the same error, seen from the config that holds the field's owner under the name `owner`."""
-        return ConfigError(f"{owner}.{self.field}", self.problem)
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
+        """Let the error travel between processes, which data loading and sweeps use."""
+        return ConfigError, (self.field, self.problem)
 
 
 def check_positive(field: str, value: float) -> None:
     """Refuse anything but a finite number above zero."""
     if not (math.isfinite(value) and value > 0):
-        raise ConfigError(field, f"must be a positive number, got {value!r}")
+        raise ConfigError(field, f"got {value!r}, expected a positive number")
 
 
 def check_in_range(
@@ -39,16 +41,16 @@ def check_in_range(
     below = value < high if high_open else value <= high
     if not (above and below):
         left, right = ("(" if low_open else "["), (")" if high_open else "]")
-        raise ConfigError(field, f"must be in {left}{low:g}, {high:g}{right}, got {value!r}")
+        raise ConfigError(field, f"got {value!r}, expected a number in {left}{low!r}, {high!r}{right}")
 
 
 def check_one_of(field: str, value: object, accepted: Collection[object]) -> None:
     """Refuse a value that is not among `accepted`."""
     if value not in accepted:
-        raise ConfigError(field, f"must be one of {', '.join(map(repr, accepted))}, got {value!r}")
+        raise ConfigError(field, f"got {value!r}, expected one of {', '.join(map(repr, accepted))}")
 
 
 def check_not_empty(field: str, value: Sized) -> None:
     """Refuse an empty string or tuple."""
     if len(value) == 0:
-        raise ConfigError(field, f"must not be empty, got {value!r}")
+        raise ConfigError(field, f"got {value!r}, expected at least one item")
