@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -22,21 +23,46 @@ class ChunkDecay(NamedTuple):
 
 
 def chunk_decay(log_decay: Tensor, sign: Tensor | None = None) -> ChunkDecay:
-    """Forget factors of chunks [..., C] of log decays; `sign` (+1 or -1) makes the gates negative.
+    """Forget factors of chunks [..., C] of log decays; `sign` (+1 or -1) makes the gates negative."""
+    return ChunkDecay(
+        within=decay_within(log_decay, sign),
+        from_start=decay_from_start(log_decay, sign),
+        to_end=decay_to_end(log_decay, sign),
+    )
 
-    zeta_ts is the exponential of a sum over exactly the tokens s+1..t. Differences of a running sum would be cheaper, but
-    they lose digits after a strong gate, and are NaN after a gate of zero (minus infinity minus minus infinity).
+
+def decay_within(log_decay: Tensor, sign: Tensor | None = None) -> Tensor:
+    """zeta [..., C, C]: the product of the gates s+1..t at row t and column s <= t, and zero elsewhere.
+
+    It is the exponential of a sum over exactly those tokens. Differences of a running sum would be cheaper, but they lose
+    digits after a strong gate, and are NaN after a gate of zero (minus infinity minus minus infinity).
     """
     chunk = log_decay.shape[-1]
     below = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device).tril_(-1)
     rows = log_decay.unsqueeze(-1).expand(*log_decay.shape, chunk)
     within = rows.masked_fill(~below, 0.0).cumsum(-2).exp_().tril_()
-    from_start = log_decay.cumsum(-1).exp_()
     if sign is not None:
         parity = sign.cumprod(-1)
         within *= parity.unsqueeze(-1) * parity.unsqueeze(-2)
-        from_start = from_start * parity
-    return ChunkDecay(within=within, from_start=from_start, to_end=within[..., -1, :])
+    return within
+
+
+def decay_from_start(log_decay: Tensor, sign: Tensor | None = None) -> Tensor:
+    """[..., C]: the product of the gates of the chunk up to and with token t."""
+    from_start = log_decay.cumsum(-1).exp_()
+    return from_start if sign is None else from_start * sign.cumprod(-1)
+
+
+def decay_to_end(log_decay: Tensor, sign: Tensor | None = None) -> Tensor:
+    """[..., C]: the product of the gates of the chunk after token s."""
+    to_end = _product_after(log_decay, torch.cumsum, 0.0).exp_()
+    return to_end if sign is None else to_end * _product_after(sign, torch.cumprod, 1.0)
+
+
+def _product_after(gates: Tensor, accumulate: Callable[..., Tensor], neutral: float) -> Tensor:
+    """What `accumulate` makes of all the entries after each one."""
+    after = torch.cat([gates[..., 1:], torch.full_like(gates[..., :1], neutral)], dim=-1)
+    return accumulate(after.flip(-1), dim=-1).flip(-1)
 
 
 def scan_states(
@@ -48,19 +74,17 @@ def scan_states(
     much of the state a chunk keeps; `initial` [S, H, K, V]. Returns [R, H, N, K, V] and [S, H, K, V].
     """
     rows, heads, chunks = total.shape
-    problems = rows * heads
-    size, value_size = left.shape[-1], right.shape[-1]
-    states = initial.new_empty(problems, chunks, size, value_size)
+    states = initial.new_empty(rows * heads, chunks, *initial.shape[2:])
     final = initial.clone()
-    left, right = left.flatten(0, 1), right.flatten(0, 1)
-    keep = total.reshape(problems, chunks, 1, 1)
+    left, right, keep = left.flatten(0, 1), right.flatten(0, 1), total.reshape(rows * heads, chunks, 1, 1)
     for chunk, segment in layout.forwards():
         if chunk == segment.begin:
             states[:, chunk] = initial[segment.sequences].flatten(0, 1)
-        after = states[:, chunk + 1] if chunk + 1 < segment.end else final[segment.sequences].view(states[:, 0].shape)
+        is_last = chunk + 1 == segment.end
+        after = final[segment.sequences].flatten(0, 1) if is_last else states[:, chunk + 1]
         torch.mul(states[:, chunk], keep[:, chunk], out=after)
-        after.baddbmm_(left[:, chunk].transpose(1, 2), right[:, chunk])
-    return states.view(rows, heads, chunks, size, value_size), final
+        after.baddbmm_(left[:, chunk].mT, right[:, chunk])
+    return states.unflatten(0, (rows, heads)), final
 
 
 def scan_states_backwards(
@@ -71,16 +95,14 @@ def scan_states_backwards(
     `final` [S, H, K, V] arrives after the last chunk. Returns [R, H, N, K, V] and [S, H, K, V].
     """
     rows, heads, chunks = total.shape
-    problems = rows * heads
-    size, value_size = left.shape[-1], right.shape[-1]
-    arrived = final.new_empty(problems, chunks, size, value_size)
+    arrived = final.new_empty(rows * heads, chunks, *final.shape[2:])
     initial = final.clone()
-    left, right = left.flatten(0, 1), right.flatten(0, 1)
-    keep = total.reshape(problems, chunks, 1, 1)
+    left, right, keep = left.flatten(0, 1), right.flatten(0, 1), total.reshape(rows * heads, chunks, 1, 1)
     for chunk, segment in layout.backwards():
         if chunk == segment.end - 1:
             arrived[:, chunk] = final[segment.sequences].flatten(0, 1)
-        before = arrived[:, chunk - 1] if chunk > segment.begin else initial[segment.sequences].view(arrived[:, 0].shape)
+        is_first = chunk == segment.begin
+        before = initial[segment.sequences].flatten(0, 1) if is_first else arrived[:, chunk - 1]
         torch.mul(arrived[:, chunk], keep[:, chunk], out=before)
-        before.baddbmm_(left[:, chunk].transpose(1, 2), right[:, chunk])
-    return arrived.view(rows, heads, chunks, size, value_size), initial
+        before.baddbmm_(left[:, chunk].mT, right[:, chunk])
+    return arrived.unflatten(0, (rows, heads)), initial

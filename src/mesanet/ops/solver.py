@@ -1,0 +1,113 @@
+"""Conjugate gradient over many independent systems at once, given only by how they multiply a vector."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Preconditioner = Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConjugateGradient:
+    """How accurately, and with what effort, the Mesa rule solves its systems."""
+
+    max_steps: int = 30
+    """The most steps that a token may take; 0 keeps the start value q / diag(H_t + ridge)."""
+    tolerance: float = 1e-4
+    """A token stops once ||q - A x|| <= tolerance * ||q||; 0 takes exactly `max_steps` steps."""
+    preconditioner: Preconditioner | None = "auto"
+    """"auto" gives the chunks that forget slowly a preconditioner; None is the paper's plain method."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_steps, bool) or not isinstance(self.max_steps, int) or self.max_steps < 0:
+            raise ValueError(f"max_steps: got {self.max_steps!r}, expected an integer of at least 0")
+        if not isinstance(self.tolerance, (int, float)) or not 0 <= self.tolerance < 1:
+            raise ValueError(f"tolerance: got {self.tolerance!r}, expected a number in [0, 1)")
+        if self.preconditioner not in ("auto", None):
+            raise ValueError(f"preconditioner: got {self.preconditioner!r}, expected 'auto' or None")
+
+
+class Systems(Protocol):
+    """Positive definite systems A x = b, one for each row of the tensors [..., K] that these methods take.
+
+    Each method may return a buffer that its next call overwrites.
+    """
+
+    def matvec(self, vector: Tensor) -> Tensor:
+        """A times the vector, row by row."""
+
+    def start(self, rhs: Tensor) -> tuple[Tensor, Tensor]:
+        """A first guess x, and its residual rhs - A x; both new tensors."""
+
+    def precondition(self, residual: Tensor) -> Tensor | None:
+        """About A^-1 times the residual, by a positive definite map; None to do without."""
+
+
+class Solution(NamedTuple):
+    """What a solve returns: an answer for each row, and what it took."""
+
+    value: Tensor
+    """[..., K] the solution."""
+    steps: Tensor
+    """[...] int32: the steps that each row took."""
+    residual: Tensor
+    """[...] the final ||b - A x|| / ||b|| by the solver's own recurrence; 0 for a right-hand side of zero."""
+
+
+def conjugate_gradient(systems: Systems, rhs: Tensor, *, max_steps: int, tolerance: float) -> Solution:
+    """Solve A x = rhs for every row of `rhs` [..., K].
+
+    A row that has converged is frozen: its step length is zero from then on, whatever its neighbours do. Each right-hand
+    side is divided by its largest entry first, so that no square below can overflow or underflow for its scale; no
+    absolute constant is added anywhere.
+    """
+    scale = torch.linalg.vector_norm(rhs, ord=torch.inf, dim=-1, keepdim=True)
+    scale = torch.where(scale > 0, scale, 1.0)
+    rhs = rhs / scale
+    rhs_norm = _norm(rhs)
+    target = tolerance * rhs_norm
+    steps = torch.zeros_like(rhs_norm, dtype=torch.int32)
+
+    x, r = systems.start(rhs)
+    residual = _norm(r)
+    z = systems.precondition(r)
+    p = (r if z is None else z).clone()
+    rho = residual.square() if z is None else _dot(r, z)
+    for _ in range(max_steps):
+        if tolerance > 0:
+            active = residual > target
+            if not bool(active.any()):
+                break
+            steps += active
+            step_rho = rho * active
+        else:
+            steps += 1
+            step_rho = rho
+        a_p = systems.matvec(p)
+        alpha = _ratio(step_rho, _dot(p, a_p))
+        x.addcmul_(alpha, p)
+        r.addcmul_(alpha, a_p, value=-1)
+        residual = _norm(r)
+        z = systems.precondition(r)
+        next_rho = residual.square() if z is None else _dot(r, z)
+        torch.addcmul(r if z is None else z, _ratio(next_rho, rho), p, out=p)
+        rho = next_rho
+    return Solution(x.mul_(scale), steps.squeeze(-1), _ratio(residual, rhs_norm).squeeze(-1))
+
+
+def _norm(vector: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+
+
+def _dot(left: Tensor, right: Tensor) -> Tensor:
+    return torch.linalg.vecdot(left, right).unsqueeze(-1)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """numerator / denominator, and 0 where either is not positive: nothing is left to gain for that row."""
+    ratio = numerator / denominator
+    return torch.where((numerator > 0) & (denominator > 0), ratio, 0.0)
