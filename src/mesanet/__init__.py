@@ -12,15 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mesanet import config as config
+    from mesanet import mixers as mixers
     from mesanet import ops as ops
+    from mesanet import presets as presets
+    from mesanet.config.model import ModelConfig as ModelConfig
+    from mesanet.config.model import SolverConfig as SolverConfig
     from mesanet.errors import UserError as UserError
+    from mesanet.model.backbone import LanguageModel as LanguageModel
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "LanguageModel": "mesanet.model.backbone",
+    "ModelConfig": "mesanet.config.model",
+    "SolverConfig": "mesanet.config.model",
     "UserError": "mesanet.errors",
 }
-_SUBMODULES = frozenset({"config", "ops"})
+_SUBMODULES = frozenset({"config", "mixers", "ops", "presets"})
 
 __all__ = [*_HOME, *_SUBMODULES]
 

@@ -1,0 +1,137 @@
+"""The keys and values that attention remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _Buffer:
+    """Room for keys and values, filled from the left."""
+
+    def __init__(self, keys: Tensor, values: Tensor, used: int) -> None:
+        self.keys = keys
+        self.values = values
+        self.used = used
+
+
+class KeyValues:
+    """The keys and values that attention has seen: [B, H, slots, K] and [B, H, slots, V].
+
+    A value, not a container: appending returns a new one. Both share one buffer, so that decoding copies only the new
+    token; whoever appends second to the same value gets a buffer of its own.
+    """
+
+    def __init__(self, buffer: _Buffer, slots: int, valid: Tensor | None) -> None:
+        self._buffer = buffer
+        self.slots = slots
+        self.valid = valid
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> KeyValues:
+        """Start with these, of which `valid` [B, slots] are real."""
+        return cls(_Buffer(keys, values, keys.shape[2]), keys.shape[2], valid)
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, H, slots, K]"""
+        return self._buffer.keys[:, :, : self.slots]
+
+    @property
+    def values(self) -> Tensor:
+        """[B, H, slots, V]"""
+        return self._buffer.values[:, :, : self.slots]
+
+    def append(self, keys: Tensor, values: Tensor, real: Tensor | None) -> KeyValues:
+        """The same with more at the end; `real` [B, T] is false for padding."""
+        keys, values = keys.to(self._buffer.keys.dtype), values.to(self._buffer.values.dtype)
+        valid = self._valid_after(real, keys)
+        slots = self.slots + keys.shape[2]
+        if torch.is_grad_enabled() and (keys.requires_grad or self._buffer.keys.requires_grad):
+            joined = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+            return KeyValues(_Buffer(*joined, slots), slots, valid)
+        buffer = self._buffer if self._can_write(slots) else self._grown(slots)
+        buffer.keys[:, :, self.slots : slots] = keys
+        buffer.values[:, :, self.slots : slots] = values
+        buffer.used = slots
+        return KeyValues(buffer, slots, valid)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> KeyValues:
+        """Apply a function to keys, values and their mask."""
+        valid = None if self.valid is None else function(self.valid)
+        return KeyValues.of(function(self.keys), function(self.values), valid)
+
+    def _valid_after(self, real: Tensor | None, keys: Tensor) -> Tensor | None:
+        if self.valid is None and real is None:
+            return None
+        rows, fresh = keys.shape[0], keys.shape[2]
+        before = keys.new_ones(rows, self.slots, dtype=torch.bool) if self.valid is None else self.valid
+        after = keys.new_ones(rows, fresh, dtype=torch.bool) if real is None else real
+        return torch.cat([before, after], dim=1)
+
+    def _can_write(self, slots: int) -> bool:
+        """Whether nobody else has written behind our slots, there is room, and autograd does not watch."""
+        keys = self._buffer.keys
+        frozen = keys.requires_grad or (keys.is_inference() and not torch.is_inference_mode_enabled())
+        return self._buffer.used == self.slots and slots <= keys.shape[2] and not frozen
+
+    def _grown(self, slots: int) -> _Buffer:
+        """A copy with room for at least twice as much, so that n appended tokens cost O(n) copies."""
+        capacity = max(2 * slots, 64)
+        copies = []
+        for old in (self.keys, self.values):
+            room = old.new_empty(*old.shape[:2], capacity, old.shape[3])
+            room[:, :, : self.slots] = old.detach()
+            copies.append(room)
+        return _Buffer(copies[0], copies[1], self.slots)
+
+    def row(self, row: int) -> KeyValues:
+        """One row, without its padding."""
+        keys, values = self.keys[row : row + 1], self.values[row : row + 1]
+        if self.valid is not None:
+            keys, values = keys[:, :, self.valid[row]], values[:, :, self.valid[row]]
+        return KeyValues.of(keys, values)
+
+    @staticmethod
+    def stack(rows: list[KeyValues]) -> KeyValues:
+        """Single rows of different lengths as one, padded at the left."""
+        slots = max(row.slots for row in rows)
+        keys = torch.cat([F.pad(row.keys, (0, 0, slots - row.slots, 0)) for row in rows])
+        values = torch.cat([F.pad(row.values, (0, 0, slots - row.slots, 0)) for row in rows])
+        if all(row.slots == slots for row in rows):
+            return KeyValues.of(keys, values)
+        lengths = torch.tensor([row.slots for row in rows], device=keys.device)
+        return KeyValues.of(keys, values, torch.arange(slots, device=keys.device) >= slots - lengths[:, None])
+
+
+class Window(NamedTuple):
+    """The last keys and values that windowed attention has seen, a fixed number of them."""
+
+    keys: Tensor
+    """[B, window - 1, H, K]"""
+    values: Tensor
+    """[B, window - 1, H, V]"""
+    valid: Tensor
+    """[B, window - 1] false where the sequence had not begun yet."""
+
+    @classmethod
+    def empty(cls, k: Tensor, v: Tensor, slots: int) -> Window:
+        """Nothing seen yet, for keys and values like these [B, T, H, K]."""
+        return cls(
+            k.new_zeros(k.shape[0], slots, *k.shape[2:]),
+            v.new_zeros(v.shape[0], slots, *v.shape[2:]),
+            k.new_zeros(k.shape[0], slots, dtype=torch.bool),
+        )
+
+    def row(self, row: int) -> Window:
+        """One row."""
+        return Window(*(part[row : row + 1] for part in self))
+
+    @staticmethod
+    def stack(rows: list[Window]) -> Window:
+        """Single rows as one."""
+        return Window(*(torch.cat(parts) for parts in zip(*rows, strict=True)))

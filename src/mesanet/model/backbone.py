@@ -1,0 +1,253 @@
+"""The language model: residual blocks of mixer and MLP between a tied embedding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mesanet.config.model import ModelConfig
+from mesanet.mixers import Mixer, Observation, mixer_class
+from mesanet.mixers.layers import RMSNorm, no_weight_decay
+from mesanet.mixers.layout import Layout, dense_layout, packed_layout
+from mesanet.mixers.mesa import Mesa
+from mesanet.model.cache import Cache
+from mesanet.model.layers import SwiGLU, soft_cap
+from mesanet.model.loss import chunked_loss
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.width, epsilon=config.norm_epsilon)
+        self.mixer: Mixer = mixer_class(config.mixer_of(layer))(config, layer)
+        self.mlp_norm = RMSNorm(config.width, epsilon=config.norm_epsilon)
+        self.mlp = SwiGLU(config.width, config.mlp_width, output_gain=2 / config.layers)
+
+    def forward(self, x: Tensor, layout: Layout, state: Any) -> tuple[Tensor, Any]:
+        """Mix over time, then transform each token, both beside the residual stream."""
+        mixed, state = self.mixer(self.mixer_norm(x), layout, state)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class LanguageModel(nn.Module):
+    """A decoder-only language model with the mixers that its config names."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        for name in config.mixers:
+            mixer_class(name)
+        self.config = config
+        self.checkpoint_activations = False
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.norm = RMSNorm(config.width, epsilon=config.norm_epsilon)
+        self.embedding.weight = no_weight_decay(nn.Parameter(self.embedding.weight.detach()))
+        self._draw_embedding()
+        self.to(DTYPES[config.dtype])
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew, as after building the model on the meta device and `to_empty`."""
+        modules = [module for module in self.modules() if module is not self and module is not self.embedding]
+        # Inner modules first: a mixer has the last word on the biases of its gates.
+        for module in reversed(modules):
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
+        self._draw_embedding()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        last: int | None = None,
+    ) -> tuple[Tensor, Cache]:
+        """Logits [B, T, vocabulary] of the next token after each of `tokens` [B, T], and the cache to go on with.
+
+        `mask` [B, T] is false for padding, wherever it stands. `cu_seqlens` [S + 1] says where sequences that are
+        packed into one row begin and end; the cache then has a row for each. `last` asks for the logits of the last
+        so many tokens only.
+        """
+        hidden, cache = self.hidden(tokens, cache, mask=mask, cu_seqlens=cu_seqlens)
+        if last is not None:
+            hidden = hidden[:, hidden.shape[1] - last :]
+        return self.logits(hidden), cache
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        *,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Cache]:
+        """The normalised residual stream [B, T, D] that the logits are made of, and the cache to go on with."""
+        self._check(tokens, cache, mask, cu_seqlens)
+        order = None
+        padding = None
+        if mask is not None and not bool(mask.all()):
+            # Real tokens keep their order and move to the right end; causal layers can't tell the difference.
+            order = mask.to(torch.uint8).argsort(dim=1, stable=True)
+            tokens = tokens.gather(1, order)
+            padding = mask.shape[1] - mask.sum(1)
+        x, cache = self._run(tokens, cache, padding, cu_seqlens)
+        if order is not None:
+            places = order.argsort(dim=1)
+            x = x.gather(1, places[..., None].expand_as(x))
+        return x, cache
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Soft-capped logits, float32 or wider."""
+        return soft_cap(nn.functional.linear(hidden, self.embedding.weight), self.config.logits_cap)
+
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        cache: Cache | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Mean negative log likelihood of the targets [B, T] that are not negative; never holds all logits at once."""
+        return self.losses(tokens, targets, cache=cache, mask=mask, cu_seqlens=cu_seqlens)[0]
+
+    def losses(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        *,
+        cache: Cache | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Cache]:
+        """The mean loss, the loss of each token [B, T] (without a gradient, zero where ignored), and the cache."""
+        if targets.shape != tokens.shape:
+            raise ValueError(
+                f"targets: got shape {tuple(targets.shape)}, expected that of tokens, {tuple(tokens.shape)}"
+            )
+        hidden, cache = self.hidden(tokens, cache, mask=mask, cu_seqlens=cu_seqlens)
+        mean, each = chunked_loss(hidden, self.embedding.weight, targets, self.config.logits_cap)
+        return mean, each, cache
+
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Optimiser groups: matrices decay, embeddings, norms, biases and the ridge do not."""
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for parameter in self.parameters():
+            groups[not getattr(parameter, "no_weight_decay", False)].append(parameter)
+        return [
+            {"params": groups[True], "weight_decay": weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ]
+
+    def set_solver(
+        self,
+        *,
+        max_steps: int | None = None,
+        tolerance: float | None = None,
+        mode: str = "inference",
+        layers: tuple[int, ...] | None = None,
+    ) -> None:
+        """Change how the mesa layers solve, of a loaded model too; `mode` is "inference", "training" or "both"."""
+        if mode not in ("inference", "training", "both"):
+            raise ValueError(f"mode: got {mode!r}, expected inference, training or both")
+        changes = {
+            name: value for name, value in (("max_steps", max_steps), ("tolerance", tolerance)) if value is not None
+        }
+        for layer, mixer in enumerate(self.mixers()):
+            if not isinstance(mixer, Mesa) or (layers is not None and layer not in layers):
+                continue
+            for attribute in ("training_solver", "inference_solver"):
+                if mode in ("both", attribute.removesuffix("_solver")):
+                    setattr(mixer, attribute, replace(getattr(mixer, attribute), **changes))
+
+    def set_activation_checkpointing(self, enabled: bool) -> None:
+        """Keep only each block's input for the backward pass, and compute the rest again."""
+        self.checkpoint_activations = enabled
+
+    def mixers(self) -> list[Mixer]:
+        """The mixer of every layer."""
+        return [block.mixer for block in self.blocks]  # type: ignore[misc]
+
+    @contextmanager
+    def observe(self, layers: tuple[int, ...] | None = None) -> Iterator[list[Observation]]:
+        """Collect what the mixers' rules get and how many solver steps they take, for the calls inside the block."""
+        seen: list[Observation] = []
+        watched = [mixer for layer, mixer in enumerate(self.mixers()) if layers is None or layer in layers]
+        before = [mixer.observer for mixer in watched]
+        for mixer in watched:
+            mixer.observer = seen.append
+        try:
+            yield seen
+        finally:
+            for mixer, observer in zip(watched, before, strict=True):
+                mixer.observer = observer
+
+    def _run(
+        self, tokens: Tensor, cache: Cache | None, padding: Tensor | None, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, Cache]:
+        """The blocks, for real tokens that stand at the right end."""
+        batch, time = tokens.shape
+        lengths = None if cache is None else cache.lengths
+        if cu_seqlens is None:
+            layout = dense_layout(batch, time, lengths, padding, tokens.device)
+            fresh = torch.full((batch,), time, device=tokens.device)
+            fresh = fresh if padding is None else fresh - padding
+        else:
+            layout = packed_layout(time, lengths, cu_seqlens, tokens.device)
+            assert layout.cu_seqlens is not None
+            fresh = layout.cu_seqlens.diff()
+        x = self.embedding(tokens) * math.sqrt(self.config.width)
+        states = []
+        for layer, block in enumerate(self.blocks):
+            state = None if cache is None else cache.states[layer]
+            if self.checkpoint_activations and self.training and torch.is_grad_enabled():
+                x, state = checkpoint(block, x, layout, state, use_reentrant=False)
+            else:
+                x, state = block(x, layout, state)
+            states.append(state)
+        after = Cache(states=tuple(states), lengths=fresh if lengths is None else lengths + fresh)
+        return self.norm(x), after
+
+    def _draw_embedding(self) -> None:
+        """Fan-in: the input is scaled by sqrt(D), so that the residual stream starts at variance one."""
+        nn.init.normal_(self.embedding.weight, std=math.sqrt(1 / self.config.width))
+
+    def _check(self, tokens: Tensor, cache: Cache | None, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(f"tokens: got {tokens.dtype} {tuple(tokens.shape)}, expected integer ids [B, T]")
+        rows = tokens.shape[0]
+        if mask is not None and mask.shape != tokens.shape:
+            raise ValueError(f"mask: got shape {tuple(mask.shape)}, expected that of tokens, {tuple(tokens.shape)}")
+        if cu_seqlens is not None:
+            if mask is not None:
+                raise ValueError("mask: packed sequences (cu_seqlens) have no padding, so give only one of the two")
+            if tokens.shape[0] != 1:
+                raise ValueError(f"tokens: got batch size {tokens.shape[0]} with cu_seqlens, expected 1")
+            bounds = cu_seqlens.tolist()
+            if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != tokens.shape[1] or sorted(bounds) != bounds:
+                raise ValueError(f"cu_seqlens: got {bounds}, expected an ascending list from 0 to {tokens.shape[1]}")
+            rows = len(bounds) - 1
+        if cache is not None and cache.rows != rows:
+            raise ValueError(f"cache: has {cache.rows} rows, but the tokens have {rows}")
+        if cache is not None and len(cache.states) != len(self.blocks):
+            raise ValueError(f"cache: is of a model with {len(cache.states)} layers, this one has {len(self.blocks)}")

@@ -1,0 +1,85 @@
+"""Cross entropy over a large vocabulary without ever holding all the logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesanet.model.layers import soft_cap
+
+CHUNK_ELEMENTS = 2**23
+"""Logits held at once, about 32 MiB in float32."""
+IGNORED = -100
+"""Targets below zero take no part in the loss; this is the usual one."""
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sum of weight * negative log likelihood, whose gradients are computed chunk by chunk on the way forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, embedding: Tensor, targets: Tensor, weights: Tensor, cap: float, differentiate: bool
+    ) -> tuple[Tensor, Tensor]:
+        dtype = _product_dtype(hidden)
+        table = embedding.to(dtype)
+        nll = torch.empty_like(weights)
+        grad_hidden = torch.empty_like(hidden) if differentiate else None
+        grad_embedding = torch.zeros_like(embedding, dtype=weights.dtype) if differentiate else None
+        step = max(1, CHUNK_ELEMENTS // embedding.shape[0])
+        with torch.autocast(hidden.device.type, enabled=False):
+            for begin in range(0, hidden.shape[0], step):
+                part = slice(begin, begin + step)
+                rows = hidden[part].to(dtype)
+                target = targets[part].clamp_min(0)[:, None]
+                logits = soft_cap(rows @ table.T, cap)
+                log_sum = logits.logsumexp(-1, keepdim=True)
+                nll[part] = (log_sum - logits.gather(1, target)).squeeze(1)
+                if grad_hidden is None or grad_embedding is None:
+                    continue
+                slope = 1 - (logits / cap).square_()
+                grad = logits.sub_(log_sum).exp_()
+                grad.scatter_add_(1, target, -torch.ones_like(target, dtype=grad.dtype))
+                grad = grad.mul_(slope).mul_(weights[part][:, None]).to(dtype)
+                grad_hidden[part] = grad @ table
+                if dtype == grad_embedding.dtype:
+                    grad_embedding.addmm_(grad.T, rows)
+                else:
+                    grad_embedding += grad.T @ rows
+        ctx.save_for_backward(*(grad for grad in (grad_hidden, grad_embedding) if grad is not None))
+        ctx.embedding_dtype = embedding.dtype
+        ctx.mark_non_differentiable(nll)
+        return (nll * weights).sum(), nll
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss: Tensor, grad_nll: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_embedding = ctx.saved_tensors
+        scaled = (grad_embedding * grad_loss).to(ctx.embedding_dtype)
+        return (grad_hidden * grad_loss).to(grad_hidden.dtype), scaled, None, None, None, None
+
+
+def chunked_loss(hidden: Tensor, embedding: Tensor, targets: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """Mean negative log likelihood over the targets that are not negative, and that of each token without a gradient.
+
+    hidden [..., D], embedding [vocabulary, D], targets [...]: the likelihood of `targets` under
+    cap * tanh(hidden embedding^T / cap). Ignored tokens have zero; without any target the mean is zero.
+    """
+    flat = targets.reshape(-1)
+    counted = flat >= 0
+    weights = counted.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    weights = weights / weights.sum().clamp_min(1)
+    differentiate = torch.is_grad_enabled() and (hidden.requires_grad or embedding.requires_grad)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    mean, nll = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        rows, embedding, flat, weights, cap, differentiate
+    )
+    return mean, (nll * counted).view(targets.shape)
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    """What the large products are computed in: autocast's type under autocast."""
+    kind = hidden.device.type
+    if hidden.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return hidden.dtype
