@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from mesanet.config.model import ModelConfig as ModelConfig
     from mesanet.config.model import SolverConfig as SolverConfig
     from mesanet.errors import UserError as UserError
+    from mesanet.ops.mesa import MesaOutput as MesaOutput
+    from mesanet.ops.mesa import mesa as mesa
+    from mesanet.ops.solver import ConjugateGradient as ConjugateGradient
+    from mesanet.ops.state import MesaState as MesaState
     from mesanet.model.backbone import LanguageModel as LanguageModel
 
 __version__ = "0.1.0"
@@ -26,7 +30,11 @@ _HOME = {
     "LanguageModel": "mesanet.model.backbone",
     "ModelConfig": "mesanet.config.model",
     "SolverConfig": "mesanet.config.model",
+    "ConjugateGradient": "mesanet.ops.solver",
+    "MesaOutput": "mesanet.ops.mesa",
+    "MesaState": "mesanet.ops.state",
     "UserError": "mesanet.errors",
+    "mesa": "mesanet.ops.mesa",
 }
 _SUBMODULES = frozenset({"config", "mixers", "ops", "presets"})
 

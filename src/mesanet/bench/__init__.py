@@ -1,1 +1,1 @@
-"""Speed and memory, always beside a peer that is measured in the same run."""
+"""Speed, always beside a peer that is measured in the same run."""

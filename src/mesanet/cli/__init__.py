@@ -32,7 +32,7 @@ from mesanet.cli.dispatch import Command, dispatch, parse, report_errors
 __all__ = ["COMMANDS", "Command", "dispatch", "main", "parse"]
 
 COMMANDS = {
-    "bench": Command("mesanet.cli.bench", "measure speed and memory beside a peer in the same run"),
+    "bench": Command("mesanet.cli.bench", "measure speed beside a peer in the same run"),
 }
 
 

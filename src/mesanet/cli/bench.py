@@ -1,4 +1,4 @@
-"""`mesanet bench`: speed and memory, always beside a peer in the same run."""
+"""`mesanet bench`: speed, always beside a peer in the same run."""
 
 from mesanet.cli.dispatch import Command, dispatch
 

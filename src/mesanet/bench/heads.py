@@ -1,0 +1,74 @@
+"""Inputs for benchmarks: heads that forget nothing, little, some and much, a quarter of each.
+
+How many solver steps a head takes depends on how much it remembers, so a benchmark on one kind of head says little
+about a trained layer, which has all of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+GAMMA_RANGES = ((1.0, 1.0), (0.9975, 0.9975), (0.9, 1.0), (0.5, 1.0))
+"""Lowest and highest forget gate of each quarter of the heads."""
+
+
+class MesaInputs(NamedTuple):
+    """Arguments of `mesanet.mesa`, in its order."""
+
+    q: Tensor
+    """[B, T, H, K], unit vectors"""
+    k: Tensor
+    """[B, T, H, K], unit vectors"""
+    v: Tensor
+    """[B, T, H, V]"""
+    log_decay: Tensor
+    """[B, T, H]"""
+    write: Tensor
+    """[B, T, H]"""
+    ridge: Tensor
+    """[H, K]"""
+
+
+def mixed_heads(
+    *,
+    batch: int,
+    time: int,
+    heads: int,
+    key_size: int,
+    value_size: int,
+    correlated: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> MesaInputs:
+    """Draw inputs of which each quarter of the heads has its range of `GAMMA_RANGES`.
+
+    Independent keys are uniform on the sphere. Correlated ones have a covariance whose i-th eigenvalue falls as 1 / i,
+    which makes the systems stiff. The write gates are uniform in 0..1 and the ridge is uniform in 0.25..1.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    queries, keys = normal(batch, time, heads, key_size), normal(batch, time, heads, key_size)
+    if correlated:
+        keys *= torch.arange(1, key_size + 1).rsqrt()
+    ranges = torch.tensor([GAMMA_RANGES[head * len(GAMMA_RANGES) // heads] for head in range(heads)])
+    low, high = ranges.unbind(-1)
+    gamma = low + (high - low) * uniform(batch, time, heads)
+    return MesaInputs(
+        q=normalize(queries, dim=-1).to(device, dtype),
+        k=normalize(keys, dim=-1).to(device, dtype),
+        v=normal(batch, time, heads, value_size).to(device, dtype),
+        log_decay=gamma.log().to(device),
+        write=uniform(batch, time, heads).to(device),
+        ridge=(0.25 + 0.75 * uniform(heads, key_size)).to(device),
+    )

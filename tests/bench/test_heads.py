@@ -1,0 +1,59 @@
+"""The heads that benchmarks run on are what they say they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mesanet.bench.heads import GAMMA_RANGES, mixed_heads
+
+SIZES = {"batch": 2, "time": 300, "key_size": 16, "value_size": 8}
+
+
+@pytest.mark.parametrize("heads", [4, 8, 6, 1])
+def test_each_quarter_of_the_heads_has_its_range_of_gamma(heads: int) -> None:
+    inputs = mixed_heads(heads=heads, **SIZES)
+    for head in range(heads):
+        low, high = GAMMA_RANGES[head * 4 // heads]
+        gamma = inputs.log_decay[:, :, head].exp()
+        # log and exp each round once, so gamma may leave its range by a few units in the last place.
+        assert low - 1e-6 <= gamma.min() <= gamma.max() <= min(high + 1e-6, 1.0)
+        if low < high:
+            # 600 uniform draws leave 5 % at either end empty with probability 0.95**600 < 1e-13.
+            assert gamma.min() < low + 0.05 * (high - low)
+            assert gamma.max() > high - 0.05 * (high - low)
+
+
+@pytest.mark.parametrize("correlated", [False, True])
+def test_shapes_norms_and_ranges(correlated: bool) -> None:
+    inputs = mixed_heads(heads=4, correlated=correlated, **SIZES)
+    assert inputs.q.shape == inputs.k.shape == (2, 300, 4, 16)
+    assert inputs.v.shape == (2, 300, 4, 8)
+    assert inputs.log_decay.shape == inputs.write.shape == (2, 300, 4)
+    assert inputs.ridge.shape == (4, 16)
+    for tensor in (inputs.q, inputs.k):
+        torch.testing.assert_close(tensor.norm(dim=-1), torch.ones(2, 300, 4))
+    assert inputs.write.min() >= 0
+    assert inputs.write.max() <= 1
+    assert inputs.ridge.min() >= 0.25
+    assert inputs.ridge.max() <= 1
+
+
+def test_correlated_keys_are_worse_conditioned() -> None:
+    def condition(correlated: bool) -> float:
+        keys = mixed_heads(heads=1, correlated=correlated, **SIZES).k.flatten(0, 2)
+        return torch.linalg.cond(keys.T @ keys).item()
+
+    # Eigenvalues 1 ... 1/16 against equal ones, estimated from 600 keys.
+    assert condition(True) > 4 * condition(False)
+
+
+def test_the_seed_decides() -> None:
+    first, again, other = (mixed_heads(heads=4, seed=seed, **SIZES) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first.q, other.q)
+
+
+def test_gates_and_ridge_stay_float32() -> None:
+    inputs = mixed_heads(heads=4, dtype=torch.bfloat16, **SIZES)
+    assert [tensor.dtype for tensor in inputs] == [torch.bfloat16] * 3 + [torch.float32] * 3
