@@ -15,26 +15,34 @@ if TYPE_CHECKING:
     from mesanet import mixers as mixers
     from mesanet import ops as ops
     from mesanet import presets as presets
+    from mesanet.config.generation import GenerationConfig as GenerationConfig
     from mesanet.config.model import ModelConfig as ModelConfig
     from mesanet.config.model import SolverConfig as SolverConfig
     from mesanet.errors import UserError as UserError
+    from mesanet.model.backbone import LanguageModel as LanguageModel
+    from mesanet.model.files import load_model as load_model
+    from mesanet.model.files import save_model as save_model
+    from mesanet.model.generate import generate as generate
     from mesanet.ops.mesa import MesaOutput as MesaOutput
     from mesanet.ops.mesa import mesa as mesa
     from mesanet.ops.solver import ConjugateGradient as ConjugateGradient
     from mesanet.ops.state import MesaState as MesaState
-    from mesanet.model.backbone import LanguageModel as LanguageModel
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "LanguageModel": "mesanet.model.backbone",
-    "ModelConfig": "mesanet.config.model",
-    "SolverConfig": "mesanet.config.model",
     "ConjugateGradient": "mesanet.ops.solver",
+    "GenerationConfig": "mesanet.config.generation",
+    "LanguageModel": "mesanet.model.backbone",
     "MesaOutput": "mesanet.ops.mesa",
     "MesaState": "mesanet.ops.state",
+    "ModelConfig": "mesanet.config.model",
+    "SolverConfig": "mesanet.config.model",
     "UserError": "mesanet.errors",
+    "generate": "mesanet.model.generate",
+    "load_model": "mesanet.model.files",
     "mesa": "mesanet.ops.mesa",
+    "save_model": "mesanet.model.files",
 }
 _SUBMODULES = frozenset({"config", "mixers", "ops", "presets"})
 
