@@ -10,5 +10,6 @@ from mesanet.config.base import from_dict as from_dict
 from mesanet.config.base import from_json as from_json
 from mesanet.config.base import to_dict as to_dict
 from mesanet.config.base import to_json as to_json
+from mesanet.config.generation import GenerationConfig as GenerationConfig
 from mesanet.config.model import ModelConfig as ModelConfig
 from mesanet.config.model import SolverConfig as SolverConfig

@@ -55,6 +55,9 @@ class Mixer(nn.Module):
     A state is None, a tensor, or nested tuples of tensors; the first dimension of every tensor is the row.
     """
 
+    undecayed: ClassVar[tuple[str, ...]] = ()
+    """Which of its own parameters, not those of its layers, weight decay leaves alone."""
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer

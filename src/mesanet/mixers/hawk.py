@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mesanet.config.model import ModelConfig
 from mesanet.mixers.base import Mixer, wide
-from mesanet.mixers.layers import Linear, ShortConvolution, no_weight_decay, split_heads
+from mesanet.mixers.layers import Linear, ShortConvolution, split_heads
 from mesanet.mixers.layout import Layout
 from mesanet.ops.reference import rg_lru
 
@@ -24,10 +24,12 @@ SLOWEST, FASTEST = 0.999, 0.9
 class BlockLinear(nn.Module):
     """A block-diagonal linear map with bias: [..., H * R] -> the same shape, each block by itself."""
 
+    undecayed: ClassVar[tuple[str, ...]] = ("bias",)
+
     def __init__(self, blocks: int, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(blocks, size, size))
-        self.bias = no_weight_decay(nn.Parameter(torch.empty(blocks * size)))
+        self.bias = nn.Parameter(torch.empty(blocks * size))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -44,6 +46,8 @@ class BlockLinear(nn.Module):
 class Hawk(Mixer):
     """A gated branch beside convolution and RG-LRU, whose state is a vector."""
 
+    undecayed = ("forget_parameter",)
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
         size = hawk_state_size(config)
@@ -52,7 +56,7 @@ class Hawk(Mixer):
         self.convolution = ShortConvolution(size, config.convolution_width, bias=True)
         self.input_gate = BlockLinear(config.heads, size // config.heads)
         self.forget_gate = BlockLinear(config.heads, size // config.heads)
-        self.forget_parameter = no_weight_decay(nn.Parameter(torch.empty(size)))
+        self.forget_parameter = nn.Parameter(torch.empty(size))
         self.output = Linear(size, config.width, gain=2 / config.layers)
         self.reset_parameters()
 

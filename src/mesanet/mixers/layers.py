@@ -1,8 +1,12 @@
-"""The small layers that mixers and models share."""
+"""The small layers that mixers and models share.
+
+A module says in `undecayed` which of its own parameters weight decay leaves alone.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,20 +15,14 @@ from torch import Tensor, nn
 from mesanet.mixers.layout import Layout, join_history
 
 
-def no_weight_decay(parameter: nn.Parameter) -> nn.Parameter:
-    """Mark a parameter that weight decay leaves alone."""
-    parameter.no_weight_decay = True  # type: ignore[attr-defined]
-    return parameter
-
-
 class Linear(nn.Linear):
     """A linear map, drawn from a normal distribution of variance gain / inputs; a bias is zero and does not decay."""
+
+    undecayed: ClassVar[tuple[str, ...]] = ("bias",)
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = False, gain: float = 1.0) -> None:
         self.gain = gain
         super().__init__(inputs, outputs, bias=bias)
-        if bias:
-            no_weight_decay(self.bias)
 
     def reset_parameters(self) -> None:
         """Draw the weights by fan-in."""
@@ -36,10 +34,12 @@ class Linear(nn.Linear):
 class RMSNorm(nn.Module):
     """Scale the last dimension to a root mean square of one, then by learned weights of the given shape."""
 
+    undecayed: ClassVar[tuple[str, ...]] = ("weight",)
+
     def __init__(self, *shape: int, epsilon: float = 1e-6) -> None:
         super().__init__()
         self.epsilon = epsilon
-        self.weight = no_weight_decay(nn.Parameter(torch.ones(*shape)))
+        self.weight = nn.Parameter(torch.ones(*shape))
 
     def reset_parameters(self) -> None:
         """Start at one."""
@@ -54,11 +54,13 @@ class RMSNorm(nn.Module):
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution over time: y_t = sum_i weight_i x_(t-i), each sequence by itself."""
 
+    undecayed: ClassVar[tuple[str, ...]] = ("bias",)
+
     def __init__(self, channels: int, width: int, *, bias: bool = False) -> None:
         super().__init__()
         self.width = width
         self.weight = nn.Parameter(torch.empty(channels, width))
-        self.bias = no_weight_decay(nn.Parameter(torch.empty(channels))) if bias else None
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

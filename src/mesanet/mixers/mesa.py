@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from mesanet.config.model import ModelConfig, SolverConfig
 from mesanet.mixers.base import Gates, HeadMixer, wide
-from mesanet.mixers.layers import no_weight_decay
 from mesanet.mixers.layout import Layout
 from mesanet.ops import reference
 from mesanet.ops.mesa import mesa
@@ -21,11 +20,13 @@ from mesanet.ops.solver import ConjugateGradient
 class RidgeMixer(HeadMixer):
     """A head mixer with a learned positive regulariser for every head and key channel."""
 
+    undecayed = ("ridge_parameter",)
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         self.ridge_lower_bound = config.ridge_lower_bound
         self.ridge_initial = config.ridge_initial
         super().__init__(config, layer)
-        self.ridge_parameter = no_weight_decay(nn.Parameter(torch.empty(config.heads, config.key_size)))
+        self.ridge_parameter = nn.Parameter(torch.empty(config.heads, config.key_size))
         self.reset_ridge()
 
     def reset_ridge(self) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mesanet.config.model import ModelConfig
 from mesanet.mixers import Mixer, Observation, mixer_class
-from mesanet.mixers.layers import RMSNorm, no_weight_decay
+from mesanet.mixers.layers import RMSNorm
 from mesanet.mixers.layout import Layout, dense_layout, packed_layout
 from mesanet.mixers.mesa import Mesa
 from mesanet.model.cache import Cache
@@ -58,7 +58,6 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.width, epsilon=config.norm_epsilon)
-        self.embedding.weight = no_weight_decay(nn.Parameter(self.embedding.weight.detach()))
         self._draw_embedding()
         self.to(DTYPES[config.dtype])
 
@@ -151,12 +150,17 @@ class LanguageModel(nn.Module):
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Optimiser groups: matrices decay, embeddings, norms, biases and the ridge do not."""
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for parameter in self.parameters():
-            groups[not getattr(parameter, "no_weight_decay", False)].append(parameter)
+        decayed, undecayed = [], []
+        for module in self.modules():
+            kept = getattr(module, "undecayed", ())
+            for name, parameter in module.named_parameters(recurse=False):
+                if name in kept or module is self.embedding:
+                    undecayed.append(parameter)
+                else:
+                    decayed.append(parameter)
         return [
-            {"params": groups[True], "weight_decay": weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
+            {"params": decayed, "weight_decay": weight_decay},
+            {"params": undecayed, "weight_decay": 0.0},
         ]
 
     def set_solver(

@@ -1,0 +1,103 @@
+"""Models as folders: config.json beside model.safetensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mesanet.config.base import ConfigError, from_dict, to_dict
+from mesanet.config.model import ModelConfig
+from mesanet.io import read_json, write_atomic, write_json_atomic
+from mesanet.model.backbone import DTYPES, LanguageModel
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+MODEL_TYPE = "mesanet"
+WRAPPER_PREFIX = "model."
+"""What the transformers wrapper puts before the names of our weights."""
+
+
+def save_model(model: LanguageModel, folder: str | os.PathLike[str]) -> Path:
+    """Write a model's config and weights into a folder, each file whole or not at all."""
+    from safetensors.torch import save
+
+    target = Path(folder)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    write_atomic(target / WEIGHTS_FILE, lambda file: file.write(save(weights, metadata={"format": "pt"})))
+    write_json_atomic(target / CONFIG_FILE, to_dict(model.config))
+    return target
+
+
+def load_model(folder: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> LanguageModel:
+    """Read a model that `save_model`, or the transformers wrapper's `save_pretrained`, has written; in eval mode."""
+    source = Path(folder)
+    config, wrapped = read_config(source)
+    with torch.device("meta"):
+        try:
+            model = LanguageModel(config)
+        except ValueError as error:
+            raise ValueError(f"{source / CONFIG_FILE}: {error}") from error
+    weights = read_weights(source / WEIGHTS_FILE, device)
+    if wrapped:
+        weights = {name.removeprefix(WRAPPER_PREFIX): tensor for name, tensor in weights.items()}
+    set_weights(model, weights, source / WEIGHTS_FILE)
+    return model.eval()
+
+
+def read_config(folder: Path) -> tuple[ModelConfig, bool]:
+    """The model config in a folder, and whether the transformers wrapper wrote it."""
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no model: there is no {CONFIG_FILE} in it")
+    values: Any = read_json(path)
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{path} must hold a table of model settings, got {type(values).__name__}")
+    wrapped = "model_type" in values
+    if wrapped and values["model_type"] != MODEL_TYPE:
+        raise ValueError(f"{path} is of a model of type {values['model_type']!r}, expected {MODEL_TYPE!r}")
+    try:
+        return from_dict(ModelConfig, values.get(MODEL_TYPE, {}) if wrapped else values), wrapped
+    except ConfigError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_weights(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """The tensors of a safetensors file, or a ValueError that names the file and what is wrong with it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise ValueError(f"{path} is missing")
+    try:
+        weights: dict[str, Tensor] = load_file(path, device=str(device))
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+    return weights
+
+
+def set_weights(model: LanguageModel, weights: Mapping[str, Tensor], source: os.PathLike[str] | str) -> None:
+    """Put weights into a model, which may be on the meta device; a ValueError says which do not belong or lack."""
+    expected = model.state_dict()
+    problems = [
+        *_named("does not have", sorted(expected.keys() - weights.keys())),
+        *_named("has, but this model does not,", sorted(weights.keys() - expected.keys())),
+        *(
+            f"has {name} of shape {tuple(weights[name].shape)}, expected {tuple(tensor.shape)}"
+            for name, tensor in expected.items()
+            if name in weights and weights[name].shape != tensor.shape
+        ),
+    ]
+    if problems:
+        more = f" (and {len(problems) - 1} more such problems)" if len(problems) > 1 else ""
+        raise ValueError(f"{os.fspath(source)} does not fit its config: it {problems[0]}{more}")
+    dtype = DTYPES[model.config.dtype]
+    model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
+
+
+def _named(problem: str, names: Iterable[str]) -> list[str]:
+    return [f"{problem} {name}" for name in names]

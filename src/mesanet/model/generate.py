@@ -1,0 +1,162 @@
+"""Generation: prompts in, one token per step and row out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mesanet.config.generation import GenerationConfig
+from mesanet.model.backbone import LanguageModel
+from mesanet.model.cache import Cache
+from mesanet.model.sampling import Sampler
+
+Prompts = Sequence[Sequence[int]]
+DEFAULTS = GenerationConfig()
+
+
+class Step(NamedTuple):
+    """The tokens of one step, of the sequences that are still going."""
+
+    rows: list[int]
+    """Which prompts these tokens continue."""
+    tokens: list[int]
+    """One token for each."""
+
+
+def generate(
+    model: LanguageModel, prompts: Prompts, config: GenerationConfig = DEFAULTS, cache: Cache | None = None
+) -> list[list[int]]:
+    """Continue every prompt; returns the new tokens of each. `cache` holds what came before, a row for each prompt."""
+    generated: list[list[int]] = [[] for _ in prompts]
+    for step in stream(model, prompts, config, cache):
+        for row, token in zip(step.rows, step.tokens, strict=True):
+            generated[row].append(token)
+    return generated
+
+
+def stream(
+    model: LanguageModel, prompts: Prompts, config: GenerationConfig = DEFAULTS, cache: Cache | None = None
+) -> Iterator[Step]:
+    """Continue every prompt, and yield the tokens as they come. A sequence that has ended leaves the batch."""
+    rows = list(range(len(prompts)))
+    if not rows or config.max_tokens == 0:
+        return
+    sampler = Sampler(config, len(rows))
+    logits, cache = prefill(model, *pad_left(prompts, model), config.prefill_chunk, cache)
+    for count in range(1, config.max_tokens + 1):
+        tokens = sampler.choose(logits, rows)
+        chosen = tokens.tolist()
+        going = [place for place, token in enumerate(chosen) if token not in config.stop_ids]
+        if len(going) < len(rows):
+            if not going:
+                return
+            kept = torch.tensor(going, device=tokens.device)
+            rows, tokens, cache = [rows[place] for place in going], tokens[kept], cache.select(kept)
+            chosen = [chosen[place] for place in going]
+        yield Step(list(rows), chosen)
+        if count < config.max_tokens:
+            logits, cache = _advance(model, tokens[:, None], cache, None)
+
+
+def prefill(
+    model: LanguageModel, tokens: Tensor, mask: Tensor | None, chunk: int, cache: Cache | None = None
+) -> tuple[Tensor, Cache]:
+    """Read [B, T] in pieces of `chunk` tokens; the logits [B, vocabulary] after the last one, and the cache."""
+    logits = None
+    for begin in range(0, tokens.shape[1], chunk):
+        part = slice(begin, begin + chunk)
+        logits, cache = _advance(model, tokens[:, part], cache, None if mask is None else mask[:, part])
+    assert logits is not None
+    assert cache is not None
+    return logits, cache
+
+
+def pad_left(prompts: Prompts, model: LanguageModel) -> tuple[Tensor, Tensor | None]:
+    """Prompts of different lengths as tokens [B, T] with the padding at the left, and a mask that is false there."""
+    vocabulary = model.config.vocabulary
+    for row, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise ValueError(f"prompts: number {row} is empty; begin it with at least one token, such as BOS")
+        if not all(0 <= token < vocabulary for token in prompt):
+            raise ValueError(f"prompts: number {row} has a token outside the vocabulary of {vocabulary}")
+    longest = max(len(prompt) for prompt in prompts)
+    device = model.embedding.weight.device
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    if all(len(prompt) == longest for prompt in prompts):
+        return tokens, None
+    padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+    return tokens, torch.arange(longest, device=device) >= padding[:, None]
+
+
+class TextStream:
+    """Turns tokens into pieces of text as soon as no later token can change them."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._stop = [text for text in stop if text]
+        self._tokens: list[int] = []
+        self._shown = 0
+        self._pending = ""
+        self.ended = False
+        """Whether a stop string has come; nothing more is shown after it."""
+
+    def add(self, token: int) -> str:
+        """The text that this token settles."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if text.endswith("\ufffd"):
+            return ""  # a character whose last bytes are still to come
+        self._pending += text[self._shown :]
+        self._shown = len(text)
+        if text.endswith(("\n", " ")) or len(self._tokens) >= 64:
+            # What went before no longer matters for decoding, and decoding it again for each token would be quadratic.
+            self._tokens, self._shown = [], 0
+        return self._settle(final=False)
+
+    def finish(self) -> str:
+        """The rest."""
+        if self._tokens and not self.ended:
+            self._pending += self._decode(self._tokens)[self._shown :]
+        return self._settle(final=True)
+
+    def _settle(self, *, final: bool) -> str:
+        """The part of the pending text that no stop string can begin in."""
+        if self.ended:
+            return ""
+        found = [place for place in (self._pending.find(stop) for stop in self._stop) if place >= 0]
+        if found:
+            self.ended = True
+            return self._pending[: min(found)]
+        held = 0 if final else max((_overlap(self._pending, stop) for stop in self._stop), default=0)
+        text = self._pending[: len(self._pending) - held]
+        self._pending = self._pending[len(self._pending) - held :]
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the last characters of `text` could be the beginning of `stop`."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)
+
+
+def _advance(model: LanguageModel, tokens: Tensor, cache: Cache | None, mask: Tensor | None) -> tuple[Tensor, Cache]:
+    """One forward pass in inference mode of the solver, without a graph; the logits after the last token."""
+    with torch.no_grad(), evaluating(model):
+        logits, cache = model(tokens, cache, mask=mask, last=1)
+    return logits[:, -1], cache
+
+
+@contextmanager
+def evaluating(model: LanguageModel) -> Iterator[None]:
+    """Evaluation mode, and afterwards the mode from before."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        yield
+    finally:
+        if training:
+            model.train()

@@ -1,0 +1,45 @@
+"""Choosing the next token."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import Tensor
+
+from mesanet.config.generation import GenerationConfig
+
+
+class Sampler:
+    """Chooses tokens for the rows of a batch; each row has its own stream of random numbers."""
+
+    def __init__(self, config: GenerationConfig, rows: int) -> None:
+        self.config = config
+        self._random = [random.Random(f"{config.seed}:{row}") for row in range(rows)]
+
+    def choose(self, logits: Tensor, rows: list[int]) -> Tensor:
+        """[B] tokens for these rows from logits [B, vocabulary]."""
+        if self.config.temperature == 0:
+            return logits.argmax(dim=-1)
+        likely, tokens = truncated(logits, self.config).sort(dim=-1, descending=True, stable=True)
+        sums = likely.to(torch.float64).softmax(dim=-1).cumsum(dim=-1)
+        draws = torch.tensor([[self._random[row].random()] for row in rows], dtype=torch.float64)
+        # Scaled by the last sum, which rounding keeps from being exactly one, so that a draw always falls on a token.
+        drawn = torch.searchsorted(sums, draws.to(sums.device) * sums[:, -1:], right=True)
+        allowed = (likely > -torch.inf).sum(dim=-1, keepdim=True)
+        return tokens.gather(1, torch.minimum(drawn, allowed - 1)).squeeze(1)
+
+
+def truncated(logits: Tensor, config: GenerationConfig) -> Tensor:
+    """Logits over the temperature, with minus infinity where top_k or top_p rule a token out."""
+    logits = logits / config.temperature
+    if config.top_k is not None and config.top_k < logits.shape[-1]:
+        smallest = logits.topk(config.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
+    if config.top_p is not None and config.top_p < 1:
+        ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
+        probabilities = ordered.softmax(dim=-1)
+        # A token stays if those before it do not reach top_p yet: the most likely one always does.
+        excluded = probabilities.cumsum(dim=-1) - probabilities >= config.top_p
+        logits = logits.masked_fill(excluded.scatter(1, tokens, excluded), -torch.inf)
+    return logits
