@@ -32,9 +32,9 @@ def test_it_leaves_a_figure(folder: Path) -> None:
 
 @pytest.mark.parametrize("task", ["fixed map", "drifting map"])
 def test_mesa_is_exact_ridge_regression(folder: Path, task: str) -> None:
-    # The read-out G = W H + noise^T X turns a residual r into an output error of G (H + ridge)^-1 r. Its first part is at
-    # most |W| |r|, as H (H + ridge)^-1 <= 1; beside |W q|, which is |W|_F / sqrt(8) for a unit query, that is at most
-    # sqrt(8) |r|. The second is at most |noise| |r| / (2 sqrt(ridge)) = 0.1 sqrt(96) |r| / 0.2 = 5 |r|. |r| is 1e-4.
+    # The read-out G = W H + noise^T X turns a residual r into an output error of G (H + ridge)^-1 r. Its first part is
+    # at most |W| |r|, as H (H + ridge)^-1 <= 1; beside |W q|, which is |W|_F / sqrt(8) for a unit query, that is at
+    # most sqrt(8) |r|. The second is at most |noise| |r| / (2 sqrt(ridge)) = 0.1 sqrt(96) |r| / 0.2 = 5 |r|.
     assert result(folder, task)["mesa_deviation_from_exact_ridge"] < (8**0.5 + 5) * 1e-4
 
 
@@ -43,8 +43,10 @@ def test_the_best_rule_wins_on_a_fixed_map(folder: Path) -> None:
     found = result(folder, "fixed map")
     mean = {name: sum(curve) / len(curve) for name, curve in found["error"].items()}
     assert mean["Mesa"] < mean["delta rule"] < mean["linear attention"]
-    # The Bayes ridge is noise^2 = 0.01, which is in the grid; its neighbours are a factor of 3 away.
-    assert found["settings"]["Mesa"] == {"gamma": 1.0, "strength": 0.01}
+    # The Bayes ridge is noise^2 = 0.01, which is in the grid; its neighbours are a factor of 3 away. The largest gamma
+    # below 1 still weighs the first of 96 examples by 0.79, too little a difference for 32 sequences to tell.
+    assert found["settings"]["Mesa"]["strength"] == 0.01
+    assert found["settings"]["Mesa"]["gamma"] >= 0.9975
 
 
 def test_forgetting_pays_off_on_a_drifting_map(folder: Path) -> None:
