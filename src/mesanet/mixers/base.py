@@ -134,8 +134,9 @@ class HeadMixer(Mixer):
         if self.unit_keys:
             q, k = unit_length(F.silu(q)), unit_length(F.silu(k))
         gates = self.gates(x, layout)
-        output, after = self.mix(q, k, v, gates, before, layout)
-        mixed: Tensor = self.output(self.norm(output).flatten(-2))
+        with own_precision(x):
+            output, after = self.mix(q, k, v, gates, before, layout)
+        mixed: Tensor = self.output(self.norm(output.to(v.dtype)).flatten(-2))
         return mixed, ((query_state, key_state, value_state), after)
 
     def observe(
@@ -164,6 +165,11 @@ class HeadMixer(Mixer):
                 real=layout.real,
             )
         )
+
+
+def own_precision(x: Tensor) -> torch.autocast:
+    """A context in which autocast changes nothing: the rules choose the precision of each of their products."""
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesanet.config.model import ModelConfig
-from mesanet.mixers.base import Mixer, wide
+from mesanet.mixers.base import Mixer, own_precision, wide
 from mesanet.mixers.layers import Linear, ShortConvolution, split_heads
 from mesanet.mixers.layout import Layout
 from mesanet.ops.reference import rg_lru
@@ -76,7 +76,10 @@ class Hawk(Mixer):
         # The first token is taken whole, as Griffin does; padding leaves the state alone.
         log_decay = log_decay.masked_fill((layout.positions == 0).unsqueeze(-1), -math.inf)
         gated = wide(u) * torch.sigmoid(wide(self.input_gate(u)))
-        hidden, after = rg_lru(layout.blank(gated), layout.blank(log_decay), state=before, cu_seqlens=layout.cu_seqlens)
+        with own_precision(x):
+            hidden, after = rg_lru(
+                layout.blank(gated), layout.blank(log_decay), state=before, cu_seqlens=layout.cu_seqlens
+            )
         mixed: Tensor = self.output(hidden.to(x.dtype) * F.gelu(self.branch(x), approximate="tanh"))
         return mixed, (convolved, after)
 

@@ -80,6 +80,8 @@ class ShortConvolution(nn.Module):
 
     def _convolve(self, joined: Tensor) -> Tensor:
         """[B, width - 1 + T, D] -> [B, T, D]."""
+        if joined.shape[1] < self.width:
+            return joined[:, :0]
         if joined.shape[1] == self.width:
             output = torch.einsum("btd,dt->bd", joined, self.weight.to(joined.dtype))[:, None]
             return output if self.bias is None else output + self.bias.to(output.dtype)
