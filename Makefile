@@ -12,13 +12,16 @@ development = .venv/.development-$(hash)
 python = .venv/bin/python
 install = $(python) -m pip install --quiet --disable-pip-version-check
 
+# Torch runs on one thread in a test, so the tests run in several processes.
+WORKERS ?= 2
+
 .PHONY: help demo test test-slow check format clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 .venv/bin/python:
-	@python=$$($(find_python)); \
+	@python=$$($(find_python) || true); \
 	if [[ -z "$$python" ]]; then echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 2; fi; \
 	"$$python" -m venv .venv
 
@@ -38,7 +41,7 @@ demo: $(runtime)  ## In-context regression: the Mesa rule beside linear attentio
 	$(python) examples/in_context_regression.py --out runs/demo
 
 test: $(development)  ## The tests, without the slow ones
-	$(python) -m pytest
+	$(python) -m pytest -n $(WORKERS) --dist worksteal
 
 test-slow: $(development)  ## The slow tests alone
 	$(python) -m pytest -m slow

@@ -10,8 +10,12 @@ import pytest
 
 
 def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    """Run import-linter on the package in this folder, whatever package is installed."""
+    code = (
+        "import sys; sys.path.insert(0, 'src'); from importlinter.cli import lint_imports; "
+        "sys.exit(lint_imports(no_cache=True))"
+    )
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
 
 
 def test_every_contract_is_kept(repository: Path) -> None:
@@ -34,7 +38,7 @@ def test_a_breach_is_found(repository: Path, tmp_path: Path, module: str, line: 
     """A wall that nothing can break would be no wall."""
     copy = copy_of_package(repository, tmp_path)
     (copy / "src" / "mesanet" / module).write_text(line + "\n")
-    result = lint_imports_in_copy(copy)
+    result = lint_imports(copy)
     assert result.returncode == 1, result.stdout + result.stderr
     broken = [row for row in result.stdout.splitlines() if row.startswith(contract)]
     assert broken, result.stdout
@@ -46,7 +50,7 @@ def test_kernels_may_import_triton(repository: Path, tmp_path: Path) -> None:
     kernels.mkdir(exist_ok=True)
     (kernels / "__init__.py").touch()
     (kernels / "example.py").write_text("import triton\nimport triton.language as tl\n")
-    result = lint_imports_in_copy(copy)
+    result = lint_imports(copy)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -57,12 +61,3 @@ def copy_of_package(repository: Path, folder: Path) -> Path:
         target.write_bytes(source.read_bytes())
     (folder / "pyproject.toml").write_bytes((repository / "pyproject.toml").read_bytes())
     return folder
-
-
-def lint_imports_in_copy(copy: Path) -> subprocess.CompletedProcess[str]:
-    """Run import-linter on the copy and not on the installed package, which comes later on the path."""
-    code = (
-        "import sys; sys.path.insert(0, 'src'); from importlinter.cli import lint_imports; "
-        "sys.exit(lint_imports(no_cache=True))"
-    )
-    return subprocess.run([sys.executable, "-c", code], cwd=copy, capture_output=True, text=True, check=False)

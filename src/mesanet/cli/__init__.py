@@ -27,15 +27,25 @@ usual OSError of a missing or unreadable file: `main` prints their text as one s
 Code 0 means done and 130 means Ctrl-C. With MESANET_DEBUG=1 in the environment the traceback is shown as well.
 """
 
+from mesanet import __version__
 from mesanet.cli.dispatch import Command, dispatch, parse, report_errors
 
 __all__ = ["COMMANDS", "Command", "dispatch", "main", "parse"]
 
 COMMANDS = {
     "bench": Command("mesanet.cli.bench", "measure speed beside a peer in the same run"),
+    "generate": Command("mesanet.cli.generate", "continue a text with a trained model"),
+    "model": Command("mesanet.cli.model", "what models are made of: parameter counts"),
 }
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command line, `sys.argv[1:]` by default, and exit with its code."""
-    report_errors(lambda words: dispatch(words, COMMANDS, program="mesanet"), arguments)
+    report_errors(_run, arguments)
+
+
+def _run(words: list[str]) -> None:
+    if words == ["--version"]:
+        print(f"mesanet {__version__}")
+    else:
+        dispatch(words, COMMANDS, program="mesanet")

@@ -44,11 +44,6 @@ def dispatch(arguments: list[str], commands: Mapping[str, Command], *, program: 
         print(_overview(commands, program))
         return
     name, *rest = arguments
-    if name == "--version" and program == "mesanet":
-        from mesanet import __version__
-
-        print(f"mesanet {__version__}")
-        return
     if name not in commands:
         raise UserError(_unknown(name, commands, program))
     importlib.import_module(commands[name].module).run(rest)
