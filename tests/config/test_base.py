@@ -74,6 +74,7 @@ class Run:
     optimiser: Adam = field(default_factory=Adam)
     second: Adam | None = None
     stages: tuple[Adam, ...] = ()
+    more: tuple[Adam, ...] | None = None
     schedule: Cosine | Constant = field(default_factory=Cosine)
     size: int | str = 1
 
@@ -95,6 +96,7 @@ runs = st.builds(
     optimiser=adams,
     second=st.none() | adams,
     stages=st.lists(adams, max_size=2).map(tuple),
+    more=st.none() | st.lists(adams, max_size=2).map(tuple),
     schedule=st.builds(Cosine, floor=numbers) | st.builds(Constant, steps=st.integers()),
     size=st.integers() | st.text(),
 )
@@ -155,6 +157,9 @@ def test_whole_numbers_stay_whole_where_both_are_accepted() -> None:
         ({"name": "x", "second": {"rate": 0}}, "second.rate", "0", "a positive number"),
         ({"name": "x", "second": 5}, "second", "5", "the fields of Adam or null"),
         ({"name": "x", "stages": [{}, {"rate": 0}]}, "stages[1].rate", "0", "a positive number"),
+        ({"name": "x", "more": [{}, {"rate": 0}]}, "more[1].rate", "0", "a positive number"),
+        ({"name": "x", "more": 3}, "more", "3 (int)", "a list of which each item is a table"),
+        ({"name": "x", "optimiser": {"rate": 10**400}}, "optimiser.rate", "too large", "a smaller one"),
         ({"name": "x", "schedule": {}}, "schedule.kind", "missing", "one of 'cosine', 'constant'"),
         ({"name": "x", "schedule": {"kind": "step"}}, "schedule.kind", "'step'", "one of 'cosine', 'constant'"),
         ({"name": "x", "schedule": {"kind": ["x"]}}, "schedule.kind", "['x']", "one of 'cosine', 'constant'"),
@@ -203,6 +208,16 @@ def test_a_key_given_twice_is_refused() -> None:
         from_json(Cosine, '{"floor": 1, "floor": 2}')
 
 
+def test_fields_that_cannot_be_given_stay_out() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Derived:
+        size: int = 2
+        double: int = field(default=4, init=False)
+
+    assert to_dict(Derived()) == {"size": 2}
+    assert from_dict(Derived, to_dict(Derived())) == Derived()
+
+
 def test_check_fields_refuses_wrong_types_at_construction() -> None:
     with pytest.raises(ConfigError, match=r"betas: got \(1,\) \(tuple\), expected a list of 2"):
         Adam(betas=(1,))  # type: ignore[arg-type]
@@ -237,6 +252,7 @@ def test_check_positive_refuses(value: float) -> None:
 
 def test_the_other_checks() -> None:
     check_positive("x", 1e-300)
+    check_positive("x", 10**400)
     check_one_of("x", "a", ("a", "b"))
     check_not_empty("x", (1,))
     with pytest.raises(ConfigError, match="x: got 'c', expected one of 'a', 'b'"):

@@ -57,9 +57,9 @@ _SCALARS: dict[Any, str] = {bool: "true or false", int: "a whole number", float:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return a config as nested dictionaries, lists and scalars, every field included."""
+    """Return a config as nested dictionaries, lists and scalars, every field that can be given included."""
     assert not isinstance(config, type), f"expected a config, got the class {config!r}"
-    return {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
+    return {field.name: _plain(getattr(config, field.name)) for field in fields(config) if field.init}
 
 
 def from_dict(kind: type[Config], values: Mapping[str, Any]) -> Config:
@@ -165,7 +165,14 @@ def _parse(name: str, value: Any, kind: Any) -> Any:
         return Path(value)
     if not _fits(value, kind):
         raise ConfigError(name, f"got {_shown(value)}, expected {_expected(kind)}")
-    return float(value) if kind is float else value
+    return _as_float(name, value) if kind is float else value
+
+
+def _as_float(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ConfigError(name, "got a whole number too large for a float, expected a smaller one") from error
 
 
 def _parse_config(name: str, value: Any, kind: Any) -> Any:
@@ -205,8 +212,9 @@ def _parse_union(name: str, value: Any, members: tuple[Any, ...]) -> Any:
     for member in exact_first:
         try:
             return _parse(name, value, member)
-        except ConfigError:
-            continue
+        except ConfigError as error:
+            if error.field != name:  # The value is of this member's kind, and the mistake is inside it.
+                raise
     raise ConfigError(name, f"got {_shown(value)}, expected {_expected(Union[members])}")  # noqa: UP007 - built at run time
 
 

@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 
 def check_positive(field: str, value: float) -> None:
     """Refuse anything but a finite number above zero."""
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value < math.inf:
         raise ConfigError(field, f"got {value!r}, expected a positive number")
 
 
