@@ -1,0 +1,173 @@
+"""Opening a prepared folder: documents by number, from memory-mapped shards that have been checked."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesanet.data.layout import FORMAT, INDEX, PLAN, SPLITS, TOKENIZER, VERIFIED, file_digest
+from mesanet.data.tokenizer import Tokenizer, load_tokenizer
+from mesanet.errors import UserError
+from mesanet.io import read_json, write_json_atomic
+
+# Every map holds a file descriptor, of which a process has about a thousand.
+MAPS = 256
+
+
+class DamagedShardError(UserError):
+    """A file of a prepared folder is not what the index says; the text names it."""
+
+
+class Split:
+    """The documents of one split, numbered in the order of the sources."""
+
+    def __init__(self, folder: Path, name: str, entry: dict[str, Any], token_type: str) -> None:
+        self.name = name
+        self.folder = folder
+        self.tokens: int = entry["tokens"]
+        """Tokens of all documents, without BOS."""
+        self._type = np.dtype(token_type).newbyteorder("<")
+        self._shards = [folder / shard["file"] for shard in entry["shards"]]
+        self._shard_ends = np.cumsum([shard["tokens"] for shard in entry["shards"]], dtype=np.int64)
+        self._maps: OrderedDict[int, NDArray[Any]] = OrderedDict()
+        table = _map_file(folder / entry["table"]["file"], np.dtype("<u8")) if self._shards else np.empty(0, np.uint64)
+        self._table = table.reshape(2, -1)
+
+    def __len__(self) -> int:
+        return self._table.shape[1]
+
+    def __getitem__(self, document: int) -> NDArray[Any]:
+        """Return the tokens of a document [T]: a view into the shard that can't be written to."""
+        if not 0 <= document < len(self):
+            raise IndexError(f"the {self.name} split has documents 0 to {len(self) - 1}, asked for {document}")
+        start, end = (int(value) for value in self.bounds(np.array([document]))[:, 0])
+        return self.slice(start, end)
+
+    def bounds(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where documents start and end, counted over all shards [2, ...]."""
+        ends = self._table[0]
+        starts = np.where(documents > 0, ends[np.maximum(documents - 1, 0)], 0)
+        return np.stack([starts, ends[documents]]).astype(np.int64)
+
+    def hashes(self) -> NDArray[np.uint64]:
+        """Return the hash of each document's text."""
+        hashes: NDArray[np.uint64] = self._table[1]
+        return hashes
+
+    def slice(self, start: int, end: int) -> NDArray[Any]:
+        """Return the tokens from `start` to `end`, counted over all shards; they must lie in one shard."""
+        shard = int(np.searchsorted(self._shard_ends, start, side="right"))
+        before = int(self._shard_ends[shard - 1]) if shard else 0
+        assert end <= self._shard_ends[shard], "documents never lie across two shards"
+        return self._open(shard)[start - before : end - before]
+
+    def _open(self, shard: int) -> NDArray[Any]:
+        tokens = self._maps.get(shard)
+        if tokens is None:
+            tokens = self._maps[shard] = _map_file(self._shards[shard], self._type)
+            if len(self._maps) > MAPS:
+                self._maps.popitem(last=False)
+        else:
+            self._maps.move_to_end(shard)
+        return tokens
+
+
+class Dataset:
+    """A prepared folder."""
+
+    def __init__(self, folder: Path, index: dict[str, Any]) -> None:
+        self.folder = folder
+        self.index = index
+        self.vocabulary: int = index["tokenizer"]["vocabulary"]
+        self.bos: int = index["tokenizer"]["bos"]
+        self.train, self.validation = (
+            Split(folder, split, index["splits"][split], index["token_type"]) for split in SPLITS
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all tokens, documents and the tokenizer: equal fingerprints mean equal data, wherever they lie."""
+        parts = [self.index["tokenizer"]["fingerprint"], *(entry["sha256"] for entry in _entries(self.index))]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def split(self, name: str) -> Split:
+        """Return a split by its name."""
+        if name not in SPLITS:
+            raise UserError(f"there is no split {name!r}, only {' and '.join(SPLITS)}")
+        return self.train if name == "train" else self.validation
+
+    def tokenizer(self) -> Tokenizer:
+        """Load the tokenizer that the folder was prepared with."""
+        entry = self.index["tokenizer"]
+        local = self.folder / TOKENIZER
+        tokenizer = load_tokenizer(local if local.exists() else entry["name"], entry["bos_token"])
+        if tokenizer.fingerprint != entry["fingerprint"]:
+            raise UserError(f"the tokenizer {entry['name']} here is not the one that {self.folder} was prepared with")
+        return tokenizer
+
+
+def open_dataset(folder: str | os.PathLike[str], *, verify: bool | None = None) -> Dataset:
+    """Open a prepared folder, or raise DamagedShardError that names the file that is wrong.
+
+    Sizes are always checked. Checksums are checked the first time, and again for files that have changed since, or
+    for all with `verify=True`; never with `verify=False`.
+    """
+    path = Path(folder)
+    if not (path / INDEX).is_file():
+        state = "is not finished; run the same command again" if (path / PLAN).exists() else "does not exist"
+        raise UserError(f"{path} is no prepared data: its {INDEX} {state}; `mesanet data prepare` writes one")
+    index = read_json(path / INDEX)
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise UserError(f"{path / INDEX} is not of format {FORMAT}, the only one that this version reads")
+    for entry in _entries(index):
+        _check_size(path / entry["file"], entry["bytes"])
+    if verify is not False:
+        _verify(path, index, everything=verify is True)
+    return Dataset(path, index)
+
+
+def _entries(index: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what the index says of each file."""
+    splits = [index["splits"][split] for split in SPLITS]
+    tables = [split["table"] for split in splits if split["table"] is not None]
+    return [*(shard for split in splits for shard in split["shards"]), *tables, *index["files"]]
+
+
+def _check_size(path: Path, size: int) -> None:
+    try:
+        found = path.stat().st_size
+    except FileNotFoundError as error:
+        raise DamagedShardError(f"{path} is missing; prepare the data again") from error
+    if found != size:
+        raise DamagedShardError(f"{path} is damaged: it has {found} bytes instead of {size}; prepare the data again")
+
+
+def _verify(folder: Path, index: dict[str, Any], *, everything: bool) -> None:
+    """Check checksums, and note which files, as they are now, need no second check."""
+    known: dict[str, Any] = {}
+    if not everything and (folder / VERIFIED).exists():
+        with contextlib.suppress(ValueError):
+            known = read_json(folder / VERIFIED)
+    checked = {}
+    for entry in _entries(index):
+        path = folder / entry["file"]
+        mark = [entry["sha256"], path.stat().st_mtime_ns]
+        if known.get(entry["file"]) != mark and file_digest(path) != entry["sha256"]:
+            raise DamagedShardError(f"{path} is damaged: its checksum is wrong; prepare the data again")
+        checked[entry["file"]] = mark
+    if checked != known:
+        # Data that others own, or on a medium that can't be written to, are checked each time.
+        with contextlib.suppress(OSError):
+            write_json_atomic(folder / VERIFIED, checked)
+
+
+def _map_file(path: Path, kind: np.dtype[Any]) -> NDArray[Any]:
+    """Map a file read-only, as a plain array: slicing a memmap itself is several times slower."""
+    return np.memmap(path, dtype=kind, mode="r").view(np.ndarray)

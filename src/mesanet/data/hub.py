@@ -1,0 +1,71 @@
+"""Data sets of the hub, streamed by the library `datasets`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mesanet.data.documents import MEBIBYTE, Block, name_columns, texts_block
+from mesanet.data.tokenizer import encode_utf8
+from mesanet.errors import UserError
+from mesanet.optional import import_optional
+
+
+class HubSource:
+    """One split of a data set of the hub, or of a folder laid out like one, read as it streams in."""
+
+    size: int | None = None
+
+    def __init__(self, name: str, text_column: str, *, config: str | None, split: str, revision: str | None) -> None:
+        self.name = name
+        self._column = text_column
+        self._config, self._split, self._revision = config, split, revision
+
+    def identity(self) -> dict[str, Any]:
+        """Say what the source is: everything that names it."""
+        return {"hub": self.name, "config": self._config, "split": self._split, "revision": self._revision}
+
+    def blocks(self, start: Any) -> Iterator[Block]:
+        """Give the documents in the data set's order. A position is [documents before, the library's own state]."""
+        first, state = start or (0, None)
+        stream = self._open()
+        if state is not None:
+            stream.load_state_dict(state)
+        waiting: list[bytes] = []
+        size, number = 0, first
+        for row in stream:
+            text = encode_utf8(self._text(row, number))
+            waiting.append(text)
+            number, size = number + 1, size + len(text)
+            if size >= MEBIBYTE:
+                yield texts_block(waiting, self.name, [first, state], first)
+                waiting, size, first, state = [], 0, number, stream.state_dict()
+        if waiting:
+            yield texts_block(waiting, self.name, [first, state], first)
+
+    def _open(self) -> Any:
+        datasets = import_optional("datasets", "data")
+        datasets.disable_progress_bars()
+        # What goes wrong is said once, below, and not after every attempt.
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        try:
+            return datasets.load_dataset(
+                self.name, self._config, split=self._split, revision=self._revision, streaming=True
+            )
+        except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+            # The library's errors run over many lines; the first says what happened.
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+            raise UserError(f"the data set {self.name!r} can't be read{offline}: {reason}") from error
+
+    def _text(self, row: Mapping[str, Any], number: int) -> str:
+        place = f"{self.name}, document {number}"
+        if self._column not in row:
+            columns = name_columns(row)
+            raise UserError(f"{place}: no column {self._column!r}, only {columns}; choose one with --text-column")
+        text = row[self._column]
+        if not isinstance(text, str):
+            raise UserError(f"{place}: the column {self._column!r} must hold a string, got {type(text).__name__}")
+        return text

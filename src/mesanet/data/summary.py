@@ -1,0 +1,47 @@
+"""What a prepared folder holds, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mesanet.data.dataset import Dataset
+from mesanet.data.layout import SPLITS
+
+BEGINNING = 100
+
+
+def describe(index: dict[str, Any]) -> str:
+    """Return one line about an index."""
+    counts = index["counts"]
+    splits = (
+        f"{split} {index['splits'][split]['tokens']:,} tokens in {index['splits'][split]['documents']:,} documents"
+        for split in SPLITS
+    )
+    dropped = f"dropped {counts['duplicates']:,} duplicates and {counts['empty']:,} empty documents"
+    return f"{', '.join(splits)}; {dropped}"
+
+
+def warnings(index: dict[str, Any]) -> list[str]:
+    """Return what the user had better know about a finished preparation."""
+    fraction = index["options"]["validation_fraction"]
+    empty = [split for split in SPLITS if not index["splits"][split]["documents"]]
+    if empty and 0 < fraction < 1:
+        return [
+            f"the {empty[0]} split is empty: there are {index['counts']['documents']} documents, of which "
+            f"--validation-fraction {fraction:g} are held out; change it, or cut the text into more documents with "
+            "--separator or --document-bytes"
+        ]
+    return []
+
+
+def shown_documents(dataset: Dataset, count: int) -> Iterator[str]:
+    """Give a line with the beginning of each of the first documents of both splits."""
+    if count <= 0:
+        return
+    tokenizer = dataset.tokenizer()
+    for split in (dataset.train, dataset.validation):
+        for number in range(min(count, len(split))):
+            tokens = split[number]
+            text = tokenizer.decode(tokens[:BEGINNING])
+            yield f"{split.name} document {number}, {len(tokens):,} tokens: {text[:BEGINNING]!r}"

@@ -1,0 +1,59 @@
+"""Training a byte-level BPE on the same sources that a preparation reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from mesanet.config.data import PrepareConfig, TokenizerConfig
+from mesanet.data.documents import Reading, read_documents
+from mesanet.data.sources import find_sources
+from mesanet.data.tokenizer import END_OF_TEXT, JsonTokenizer, Tokenizer, repair_surrogates
+from mesanet.errors import UserError
+from mesanet.io import write_text_atomic
+from mesanet.optional import import_optional
+
+MILLION = 10**6
+
+
+def train_tokenizer(config: TokenizerConfig, *, quiet: bool = False) -> Tokenizer:
+    """Train the tokenizer, write its tokenizer.json whole or not at all, and return it.
+
+    It splits words as GPT-2's does, knows every byte, and has <|endoftext|> as BOS.
+    """
+    library = import_optional("tokenizers", "data")
+    if config.out.exists():
+        raise UserError(f"{config.out} exists already; choose another name with --out, or remove it")
+    if not config.out.name.endswith(".json"):
+        raise UserError(f"--out names the file to write, such as {config.out / 'tokenizer.json'}, got {config.out}")
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=config.vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=not quiet,
+    )
+    tokenizer.train_from_iterator(_texts(config), trainer=trainer)
+    found = tokenizer.get_vocab_size()
+    if found < config.vocabulary:
+        raise UserError(
+            f"vocabulary {config.vocabulary} is more than this text gives: there are {found} tokens at most; "
+            "take a smaller vocabulary or more text"
+        )
+    write_text_atomic(config.out, tokenizer.to_str(pretty=True))
+    return JsonTokenizer(str(config.out), tokenizer)
+
+
+def _texts(config: TokenizerConfig) -> Iterator[str]:
+    """Give documents until there are as many bytes as asked for."""
+    left = config.megabytes * MILLION
+    reading = Reading(text_column=config.text_column)
+    sources = find_sources(PrepareConfig(sources=config.sources, out=Path("unused"), text_column=config.text_column))
+    for source in sources:
+        for block in source.blocks(None):
+            yield from map(repair_surrogates, read_documents(block, reading))
+            left -= len(block.payload)
+            if left <= 0:
+                return
