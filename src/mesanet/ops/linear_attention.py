@@ -1,0 +1,184 @@
+"""Gated linear attention in parallel over time: GLA with decay and write gates, Mamba2's recurrence with decay alone.
+
+    kv_t = gamma_t kv_{t-1} + write_t k_t v_t^T
+    o_t = kv_t^T q_t
+
+Within a chunk, o = (zeta * q k^T) v, where zeta_ts is the product of the gates after s up to t; what came before
+the chunk is read from its state. `ops/reference/linear.py` says the same one token at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mesanet.ops import reference
+from mesanet.ops.blocks import Block, BlockGates, ChunkGates, Tokens, Walk, crossing
+from mesanet.ops.chunks import ChunkLayout, chunk_layout
+from mesanet.ops.gated import Argument, cast, check_gated, computing_dtype, zero_state
+
+
+def gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    write: Tensor | None = None,
+    state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    backend: str = "auto",
+    sign: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Read a decayed sum of write * k v^T with the query at every token.
+
+    Takes q, k [B, T, H, K], v [B, T, H, V], log_decay and write [B, T, H] (no write gate is a gate of one), and a state
+    [B, H, K, V], or [S, H, K, V] where `cu_seqlens` [S + 1] packs S sequences end to end in a batch of one. `sign`
+    [B, T, H] of +1 and -1 makes forget gates negative. Returns the output [B, T, H, V] and the last state.
+    """
+    gates = {
+        name: Argument(gate, "B T H") for name, gate in {"log_decay": log_decay, "write": write, "sign": sign}.items()
+    }
+    sizes = check_gated(q, k, v, gates, {"state": Argument(state, "S H K V")}, cu_seqlens, backend)
+    dtype = computing_dtype(q, k, v)
+    state = zero_state(sizes, dtype, q.device) if state is None else state.to(dtype)
+    # One token at a time has nothing to do in parallel.
+    if backend == "reference" or (sizes.time == 1 and backend == "auto"):
+        q_, k_, v_, decay_ = cast(dtype, q, k, v, log_decay)
+        write_ = None if write is None else write.to(dtype)
+        output, last = reference.gated_linear_attention(q_, k_, v_, decay_, write_, state, cu_seqlens, sign)
+        return output.to(v.dtype), last
+    layout = chunk_layout(sizes.batch, sizes.time, cu_seqlens)
+    output, last = ChunkedLinearAttention.apply(q, k, v, log_decay, write, state, sign, layout)  # type: ignore[no-untyped-call]
+    return output, last
+
+
+class ChunkedLinearAttention(torch.autograd.Function):
+    """The rule chunk by chunk; the backward pass reads the states that the forward pass has kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        write: Tensor | None,
+        state: Tensor,
+        sign: Tensor | None,
+        layout: ChunkLayout,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the output [B, T, H, V] and the states after the last token."""
+        with torch.autocast(q.device.type, enabled=False):
+            walk = Walk.plan(layout, q, state.dtype)
+            gates = ChunkGates.split(walk, log_decay, write, sign)
+            states = walk.states(q.shape[-1], v.shape[-1], q.device)
+            output, last = torch.empty_like(v, memory_format=torch.contiguous_format), state.clone()
+            for block in walk.blocks:
+                query, key, value = (walk.load(tensor, block) for tensor in (q, k, v))
+                rows = walk.rows(block)
+                part = gates.block(rows)
+                if block.first:
+                    carried = state[block.sequences].flatten(0, 1).clone()
+                carried = _carry(walk, block, part, key, value, carried, states[rows])
+                walk.store(output, _read(part, query, key, value, states[rows]), block)
+                if block.last:
+                    last[block.sequences] = carried.view_as(last[block.sequences])
+            ctx.save_for_backward(q, k, v, log_decay, write, sign, states)
+            ctx.walk = walk
+            return output, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients for the six tensors of `forward`."""
+        q, k, v, log_decay, write, sign, states = ctx.saved_tensors
+        walk: Walk = ctx.walk
+        with torch.autocast(q.device.type, enabled=False):
+            gates = ChunkGates.split(walk, log_decay, write, sign)
+            grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v)]
+            grad_decay, grad_write = torch.empty_like(gates.log_decay), torch.empty_like(gates.log_decay)
+            grad_initial = grad_state.clone()
+            for block in reversed(walk.blocks):
+                tokens = Tokens(*(walk.load(tensor, block) for tensor in (q, k, v, grad_output)))
+                rows = walk.rows(block)
+                part = gates.block(rows)
+                if block.last:
+                    carried = grad_state[block.sequences].flatten(0, 1).clone()
+                arrived, carried = _carry_back(walk, block, part, tokens, carried)
+                *token_grads, grad_decay[rows], grad_write[rows] = _spread(tokens, part, states[rows], arrived)
+                for target, grad in zip(grads, token_grads, strict=True):
+                    walk.store(target, grad, block)
+                if block.first:
+                    grad_initial[block.sequences] = carried.view_as(grad_initial[block.sequences])
+            merged = [
+                None if gate is None else walk.merge(grad, gate.dtype)
+                for grad, gate in ((grad_decay, log_decay), (grad_write, write))
+            ]
+        return *grads, *merged, grad_initial, None, None
+
+
+def _carry(
+    walk: Walk, block: Block, gates: BlockGates, key: Tensor, value: Tensor, carried: Tensor, states: Tensor
+) -> Tensor:
+    """Write the state [K, V] at the start of each chunk of a block into `states`; return the one after the last."""
+    kept = gates.to_end if gates.write is None else gates.to_end * gates.write
+    added = key * kept.unsqueeze(-1)
+    for chunk in walk.chunks_of(block):
+        states[chunk] = carried
+        carried.mul_(gates.total[chunk]).baddbmm_(added[chunk].mT, value[chunk])
+    return carried
+
+
+def _carry_back(walk: Walk, block: Block, gates: BlockGates, tokens: Tokens, carried: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient for the state at the end of each chunk of a block, and for the one before the first."""
+    seen = tokens.query * gates.from_start.unsqueeze(-1)
+    arrived = carried.new_empty(len(seen), *carried.shape[1:])
+    for chunk in reversed(list(walk.chunks_of(block))):
+        arrived[chunk] = carried
+        carried.mul_(gates.total[chunk]).baddbmm_(seen[chunk].mT, tokens.error[chunk])
+    return arrived, carried
+
+
+def _read(gates: BlockGates, query: Tensor, key: Tensor, value: Tensor, states: Tensor) -> Tensor:
+    """The output [n, C, V] of the chunks of a block."""
+    scores = torch.bmm(query, key.mT).mul_(gates.within)
+    if gates.write is not None:
+        scores.mul_(gates.write.unsqueeze(1))
+    return torch.bmm(query * gates.from_start.unsqueeze(-1), states).baddbmm_(scores, value)
+
+
+def _spread(tokens: Tokens, gates: BlockGates, state: Tensor, arrived: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v [n, C, ...], log decays and write gates [n, C] of the chunks of a block.
+
+    `state` [n, K, V] is the one at the start of each chunk, and `arrived` the gradient for the one at its end.
+    """
+    query, key, value, error = tokens
+    within, from_start, to_end, write = gates.within, gates.from_start, gates.to_end, gates.write
+    weights = within if write is None else within * write.unsqueeze(1)
+    start_column, end_column = from_start.unsqueeze(-1), (to_end if write is None else to_end * write).unsqueeze(-1)
+
+    products = torch.bmm(query, key.mT)
+    overlaps = torch.bmm(error, value.mT)
+    pairs = (products * overlaps).mul_(within)
+    products.mul_(weights)
+    overlaps.mul_(weights)
+
+    grad_query = torch.bmm(error, state.mT).mul_(start_column)
+    from_state = torch.linalg.vecdot(query, grad_query)
+    grad_query.baddbmm_(overlaps, key)
+
+    grad_key = torch.bmm(value, arrived.mT)
+    to_state = torch.linalg.vecdot(key, grad_key).mul_(to_end)
+    grad_key.mul_(end_column).baddbmm_(overlaps.mT, query)
+
+    grad_value = torch.bmm(key, arrived).mul_(end_column).baddbmm_(products.mT, error)
+
+    through = torch.linalg.vecdot(state.flatten(1), arrived.flatten(1)).mul_(from_start[:, -1])
+    grad_write = pairs.sum(dim=1).add_(to_state)
+    if write is not None:
+        pairs.mul_(write.unsqueeze(1))
+        to_state.mul_(write)
+    return grad_query, grad_key, grad_value, crossing(pairs, from_state, to_state, through), grad_write
