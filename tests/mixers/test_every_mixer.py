@@ -176,7 +176,7 @@ def test_recurrent_states_are_float32_under_autocast(name: str) -> None:
     model = build((name,), "float32")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, cache = model(tokens(1, 8))
-    convolution, recurrent = cache.states[0]
+    _, recurrent = cache.states[0]
     assert all(tensor.dtype == torch.float32 for tensor in state_tensors(recurrent))
 
 

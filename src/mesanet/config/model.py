@@ -89,7 +89,7 @@ class ModelConfig:
         check_in_range("ridge_lower_bound", self.ridge_lower_bound, 0, self.ridge_initial, high_open=True)
         check_in_range("gamma_cap", self.gamma_cap, 0, 1, low_open=True)
         if self.key_size % 2 and {"attention", "sliding_window"} & set(self.mixers):
-            raise ConfigError("key_size", f"must be even for rotary positions, got {self.key_size}")
+            raise ConfigError("key_size", f"got {self.key_size}, expected an even number for rotary positions")
 
     @property
     def head_value_size(self) -> int:

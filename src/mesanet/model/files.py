@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from mesanet.model.backbone import DTYPES, LanguageModel
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+TOKENIZER_FILE = "tokenizer.json"
+BUILT_IN_TOKENIZERS = {257: "bytes", 50257: "gpt2"}
+"""By vocabulary."""
 MODEL_TYPE = "mesanet"
 WRAPPER_PREFIX = "model."
 """What the transformers wrapper puts before the names of our weights."""
@@ -36,6 +40,7 @@ def save_model(model: LanguageModel, folder: str | os.PathLike[str]) -> Path:
 def load_model(folder: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> LanguageModel:
     """Read a model that `save_model`, or the transformers wrapper's `save_pretrained`, has written; in eval mode."""
     source = Path(folder)
+    check_device(device)
     config, wrapped = read_config(source)
     with torch.device("meta"):
         try:
@@ -47,6 +52,33 @@ def load_model(folder: str | os.PathLike[str], *, device: torch.device | str = "
         weights = {name.removeprefix(WRAPPER_PREFIX): tensor for name, tensor in weights.items()}
     set_weights(model, weights, source / WEIGHTS_FILE)
     return model.eval()
+
+
+def find_model(folder: str | os.PathLike[str]) -> Path:
+    """The folder itself if it holds a model, else the newest model in one of its subfolders, as in a run folder."""
+    source = Path(folder)
+    if not source.is_dir():
+        raise ValueError(f"{source} is no folder")
+    if (source / WEIGHTS_FILE).is_file() and (source / CONFIG_FILE).is_file():
+        return source
+    found = [path.parent for path in source.glob(f"**/{WEIGHTS_FILE}") if (path.parent / CONFIG_FILE).is_file()]
+    if not found:
+        raise ValueError(f"{source} holds no model: neither it nor a folder in it has {CONFIG_FILE} and {WEIGHTS_FILE}")
+    return max(
+        found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.relative_to(source).as_posix())]
+    )
+
+
+def tokenizer_name(run: Path, folder: Path, vocabulary: int) -> str:
+    """The tokenizer.json beside a model or in its run folder, else the built-in tokenizer with this vocabulary."""
+    for place in (folder, *folder.parents):
+        if (place / TOKENIZER_FILE).is_file():
+            return str(place / TOKENIZER_FILE)
+        if place == run:
+            break
+    if vocabulary not in BUILT_IN_TOKENIZERS:
+        raise ValueError(f"which tokenizer {folder} was trained with can't be told: name it with --tokenizer")
+    return BUILT_IN_TOKENIZERS[vocabulary]
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, bool]:
@@ -78,6 +110,15 @@ def read_weights(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
     return weights
+
+
+def check_device(device: torch.device | str) -> None:
+    """Refuse a device that is misspelt or absent."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"device: got {str(device)!r}, which can't be used here: {reason}") from error
 
 
 def set_weights(model: LanguageModel, weights: Mapping[str, Tensor], source: os.PathLike[str] | str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -90,56 +90,6 @@ def pad_left(prompts: Prompts, model: LanguageModel) -> tuple[Tensor, Tensor | N
         return tokens, None
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     return tokens, torch.arange(longest, device=device) >= padding[:, None]
-
-
-class TextStream:
-    """Turns tokens into pieces of text as soon as no later token can change them."""
-
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
-        self._decode = decode
-        self._stop = [text for text in stop if text]
-        self._tokens: list[int] = []
-        self._shown = 0
-        self._pending = ""
-        self.ended = False
-        """Whether a stop string has come; nothing more is shown after it."""
-
-    def add(self, token: int) -> str:
-        """The text that this token settles."""
-        self._tokens.append(token)
-        text = self._decode(self._tokens)
-        if text.endswith("\ufffd"):
-            return ""  # a character whose last bytes are still to come
-        self._pending += text[self._shown :]
-        self._shown = len(text)
-        if text.endswith(("\n", " ")) or len(self._tokens) >= 64:
-            # What went before no longer matters for decoding, and decoding it again for each token would be quadratic.
-            self._tokens, self._shown = [], 0
-        return self._settle(final=False)
-
-    def finish(self) -> str:
-        """The rest."""
-        if self._tokens and not self.ended:
-            self._pending += self._decode(self._tokens)[self._shown :]
-        return self._settle(final=True)
-
-    def _settle(self, *, final: bool) -> str:
-        """The part of the pending text that no stop string can begin in."""
-        if self.ended:
-            return ""
-        found = [place for place in (self._pending.find(stop) for stop in self._stop) if place >= 0]
-        if found:
-            self.ended = True
-            return self._pending[: min(found)]
-        held = 0 if final else max((_overlap(self._pending, stop) for stop in self._stop), default=0)
-        text = self._pending[: len(self._pending) - held]
-        self._pending = self._pending[len(self._pending) - held :]
-        return text
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many of the last characters of `text` could be the beginning of `stop`."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)
 
 
 def _advance(model: LanguageModel, tokens: Tensor, cache: Cache | None, mask: Tensor | None) -> tuple[Tensor, Cache]:

@@ -150,10 +150,8 @@ class MesaNetPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         super().__init__(config)
         settings = config.model_config
         if config.dtype is not None:
-            name = next((name for name, dtype in DTYPES.items() if dtype == config.dtype), None)
-            if name is None:
-                raise ValueError(f"dtype: got {config.dtype}, expected one of {', '.join(DTYPES)}")
-            settings = replace(settings, dtype=name)
+            name = str(config.dtype).removeprefix("torch.")
+            settings = from_dict(ModelConfig, {**to_dict(settings), "dtype": name})
         self.model = LanguageModel(settings)
         self.post_init()
 
@@ -167,14 +165,14 @@ class MesaNetPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
             return
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
-        elif hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        else:
+            getattr(module, "reset_parameters", lambda: None)()
 
     def get_input_embeddings(self) -> nn.Module:
         """The embedding, which makes the logits too."""
         return self.model.embedding
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Put another embedding in its place."""
         self.model.embedding = value
 

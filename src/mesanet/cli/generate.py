@@ -1,0 +1,60 @@
+"""`mesanet generate`: continue a text with a trained model."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mesanet.cli.dispatch import parse
+from mesanet.config.generation import GenerationConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolverOptions:
+    """Changes to how the mesa layers solve."""
+
+    max_steps: int | None = None
+    """The most steps that a token may take; as the model says if not given."""
+    tolerance: float | None = None
+    """Relative residual at which a token stops; as the model says if not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Continue a prompt with a trained model, and show the text as it comes."""
+
+    model: Path
+    """Folder of a model, or of a run, whose newest model is taken."""
+    prompt: str = ""
+    """The text to continue; "-" reads it from standard input."""
+    tokenizer: str | None = None
+    """bytes, gpt2 or a tokenizer.json; if not given, the one beside the model, or the one that its vocabulary tells."""
+    stop: tuple[str, ...] = ()
+    """Texts at which to stop; they are not shown."""
+    generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(temperature=0.8, top_p=0.95))
+    """How tokens are chosen."""
+    solver: SolverOptions = field(default_factory=SolverOptions)
+    """How the mesa layers solve."""
+    device: str = "cpu"
+    """Where to compute: cpu or cuda."""
+
+
+def run(arguments: list[str]) -> None:
+    """Load, generate, print."""
+    options = parse(Options, arguments, program="mesanet generate")
+    from mesanet.data.tokenizer import load_tokenizer
+    from mesanet.model.files import find_model, load_model, tokenizer_name
+    from mesanet.model.text import stream_text
+
+    folder = find_model(options.model)
+    model = load_model(folder, device=options.device)
+    model.set_solver(max_steps=options.solver.max_steps, tolerance=options.solver.tolerance)
+    name = options.tokenizer or tokenizer_name(options.model, folder, model.config.vocabulary)
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    sys.stdout.write(prompt)
+    sys.stdout.flush()
+    for piece in stream_text(model, load_tokenizer(name), prompt, options.generation, options.stop):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")

@@ -1,0 +1,108 @@
+"""Generation of text: tokens become characters as soon as no later token can change them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from mesanet.config.generation import GenerationConfig
+from mesanet.model.backbone import LanguageModel
+from mesanet.model.generate import DEFAULTS, stream
+
+LONGEST_REDECODED = 64
+"""Tokens that are decoded again together with a new one, at most: decoding all of them each time would be quadratic."""
+
+
+class TextCodec(Protocol):
+    """What generation needs of a tokenizer."""
+
+    vocabulary: int
+    """Number of token ids."""
+    bos: int
+    """The token between documents."""
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Any]:
+        """Turn each text into its tokens."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into text; incomplete characters at the end become U+FFFD."""
+        ...
+
+
+def stream_text(
+    model: LanguageModel,
+    tokenizer: TextCodec,
+    prompt: str,
+    config: GenerationConfig = DEFAULTS,
+    stop: Sequence[str] = (),
+) -> Iterator[str]:
+    """Continue a text piece by piece, up to BOS, the first of the `stop` strings, or `config.max_tokens`."""
+    if tokenizer.vocabulary > model.config.vocabulary:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocabulary} tokens, but the model's vocabulary is only "
+            f"{model.config.vocabulary}: it was trained with another tokenizer"
+        )
+    tokens = [tokenizer.bos, *map(int, tokenizer.encode_batch([prompt])[0])]
+    text = TextStream(tokenizer.decode, stop)
+    for step in stream(model, [tokens], config):
+        token = step.tokens[0]
+        if token == tokenizer.bos:
+            break
+        piece = text.add(token)
+        if piece:
+            yield piece
+        if text.ended:
+            return
+    rest = text.finish()
+    if rest:
+        yield rest
+
+
+class TextStream:
+    """Turns tokens into pieces of text as soon as no later token can change them."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = ()) -> None:
+        self._decode = decode
+        self._stop = [text for text in stop if text]
+        self._tokens: list[int] = []
+        self._shown = 0
+        self._pending = ""
+        self.ended = False
+        """Whether a stop string has come; nothing more is shown after it."""
+
+    def add(self, token: int) -> str:
+        """The text that this token settles."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        if text.endswith("\ufffd"):
+            return ""  # a character whose last bytes are still to come
+        self._pending += text[self._shown :]
+        self._shown = len(text)
+        if text.endswith(("\n", " ")) or len(self._tokens) >= LONGEST_REDECODED:
+            self._tokens, self._shown = [], 0
+        return self._settle(final=False)
+
+    def finish(self) -> str:
+        """The rest."""
+        if self._tokens and not self.ended:
+            self._pending += self._decode(self._tokens)[self._shown :]
+        return self._settle(final=True)
+
+    def _settle(self, *, final: bool) -> str:
+        """The part of the pending text that no stop string can begin in."""
+        if self.ended:
+            return ""
+        found = [place for place in (self._pending.find(stop) for stop in self._stop) if place >= 0]
+        if found:
+            self.ended = True
+            return self._pending[: min(found)]
+        held = 0 if final else max((_overlap(self._pending, stop) for stop in self._stop), default=0)
+        text = self._pending[: len(self._pending) - held]
+        self._pending = self._pending[len(self._pending) - held :]
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many of the last characters of `text` could be the beginning of `stop`."""
+    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-size:])), 0)

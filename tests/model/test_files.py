@@ -1,0 +1,103 @@
+"""Models in folders: what is written comes back bit for bit, and what is broken is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mesanet.config.model import ModelConfig
+from mesanet.mixers import MIXERS
+from mesanet.model.backbone import LanguageModel
+from mesanet.model.files import CONFIG_FILE, WEIGHTS_FILE, find_model, load_model, save_model, tokenizer_name
+
+
+def small(*mixers: str, **changes: object) -> LanguageModel:
+    settings: dict[str, object] = {"layers": 2, "width": 32, "heads": 2, "key_size": 16, "vocabulary": 61, "window": 6}
+    return LanguageModel(ModelConfig(mixers=mixers, **{**settings, **changes})).eval()  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    return save_model(small("mesa"), tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_comes_back_bit_for_bit(name: str, dtype: str, tmp_path: Path) -> None:
+    model = small(name, dtype=dtype)
+    again = load_model(save_model(model, tmp_path))
+    tokens = torch.randint(61, (2, 12))
+    assert again.config == model.config
+    assert torch.equal(again(tokens)[0], model(tokens)[0])
+    assert all(parameter.requires_grad for parameter in again.parameters())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
+
+
+def test_a_truncated_weight_file_is_named(saved: Path) -> None:
+    weights = saved / WEIGHTS_FILE
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        load_model(saved)
+    weights.write_bytes(b"something else entirely")
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        load_model(saved)
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing"):
+        load_model(saved)
+
+
+def test_weights_that_do_not_fit_are_named(saved: Path) -> None:
+    weights = load_file(saved / WEIGHTS_FILE)
+    save_file({**weights, "stranger": torch.ones(1)}, saved / WEIGHTS_FILE)
+    with pytest.raises(ValueError, match="has, but this model does not, stranger"):
+        load_model(saved)
+    save_file({name: tensor for name, tensor in weights.items() if name != "norm.weight"}, saved / WEIGHTS_FILE)
+    with pytest.raises(ValueError, match=r"does not have norm\.weight"):
+        load_model(saved)
+    save_file({**weights, "norm.weight": torch.ones(3)}, saved / WEIGHTS_FILE)
+    with pytest.raises(ValueError, match=r"norm\.weight of shape \(3,\), expected \(32,\)"):
+        load_model(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"widht": 3}, "did you mean 'width'"),
+        ({"mixers": ["messa"]}, "did you mean 'mesa'"),
+        ({"layers": "two"}, "layers: .*a whole number"),
+        ({"gamma_cap": 1.5}, "gamma_cap: got 1.5"),
+        ({"model_type": "llama"}, "of a model of type 'llama'"),
+    ],
+)
+def test_a_wrong_config_is_named(saved: Path, change: dict[str, object], message: str) -> None:
+    path = saved / CONFIG_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=r"config\.json.*" + message):
+        load_model(saved)
+
+
+def test_the_newest_model_of_a_run_is_found(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no model"):
+        find_model(tmp_path)
+    with pytest.raises(ValueError, match="is no folder"):
+        find_model(tmp_path / "absent")
+    for step in (9, 100, 20):
+        save_model(small("gla"), tmp_path / "checkpoints" / f"step-{step}")
+    assert find_model(tmp_path).name == "step-100"
+    assert find_model(tmp_path / "checkpoints" / "step-9").name == "step-9"
+
+
+def test_the_tokenizer_is_the_one_beside_the_model_or_told_by_the_vocabulary(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "step-1"
+    folder.mkdir(parents=True)
+    assert tokenizer_name(tmp_path / "run", folder, 50257) == "gpt2"
+    with pytest.raises(ValueError, match="--tokenizer"):
+        tokenizer_name(tmp_path / "run", folder, 61)
+    (tmp_path / "tokenizer.json").touch()
+    assert tokenizer_name(tmp_path / "run", folder, 257) == "bytes"
+    (tmp_path / "run" / "tokenizer.json").touch()
+    assert tokenizer_name(tmp_path / "run", folder, 257) == str(tmp_path / "run" / "tokenizer.json")

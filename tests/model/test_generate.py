@@ -1,0 +1,164 @@
+"""Generation: the cache, the batch and the pieces of a prompt leave no trace in what is generated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mesanet.config.generation import GenerationConfig
+from mesanet.config.model import ModelConfig
+from mesanet.model.backbone import LanguageModel
+from mesanet.model.generate import generate, stream
+from mesanet.model.sampling import Sampler, truncated
+from mesanet.model.text import TextStream, stream_text
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [3]]
+
+
+def small(*mixers: str, vocabulary: int = 61) -> LanguageModel:
+    torch.manual_seed(0)
+    # Float64, so that no rounding can decide between two tokens that are nearly as likely.
+    return LanguageModel(
+        ModelConfig(
+            mixers=mixers, layers=2, width=32, heads=2, key_size=16, vocabulary=vocabulary, window=6, dtype="float64"
+        )
+    )
+
+
+@pytest.fixture(params=["attention", "sliding_window", "mesa", "hawk"])
+def model(request: pytest.FixtureRequest) -> LanguageModel:
+    return small(request.param)
+
+
+def test_greedy_is_the_argmax_of_the_whole_sequence(model: LanguageModel) -> None:
+    model.eval()
+    tokens = list(PROMPTS[1])
+    for _ in range(10):
+        tokens.append(int(model(torch.tensor([tokens]))[0][0, -1].argmax()))
+    assert generate(model, [PROMPTS[1]], GenerationConfig(max_tokens=10, temperature=0)) == [tokens[9:]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_batch_and_pieces_leave_no_trace(model: LanguageModel, temperature: float) -> None:
+    config = GenerationConfig(max_tokens=15, temperature=temperature, top_k=20, top_p=0.9)
+    together = generate(model, PROMPTS, config)
+    pieces = GenerationConfig(max_tokens=15, temperature=temperature, top_k=20, top_p=0.9, prefill_chunk=2)
+    assert generate(model, PROMPTS, pieces) == together
+    assert generate(model, PROMPTS[:1], config) == together[:1]
+    assert model.training
+    assert all(len(row) == 15 for row in together)
+
+
+def test_a_stop_id_ends_its_row_only(model: LanguageModel) -> None:
+    free = generate(model, PROMPTS, GenerationConfig(max_tokens=15, seed=3))
+    stop = free[0][4]
+    config = GenerationConfig(max_tokens=15, seed=3, stop_ids=(stop,))
+    expected = [row[: row.index(stop)] if stop in row else row for row in free]
+    assert generate(model, PROMPTS, config) == expected
+
+
+def test_generation_goes_on_from_a_cache(model: LanguageModel) -> None:
+    model.eval()
+    config = GenerationConfig(max_tokens=5, temperature=0)
+    with torch.no_grad():
+        _, cache = model(torch.tensor([PROMPTS[1][:6]] * 2))
+    longer = [[*PROMPTS[1][:6], 7], [*PROMPTS[1][:6], 8, 9]]
+    assert generate(model, [[7], [8, 9]], config, cache) == generate(model, longer, config)
+
+
+def test_a_seed_gives_the_same_tokens_and_another_seed_others() -> None:
+    model = small("gla")
+    runs = [generate(model, PROMPTS, GenerationConfig(max_tokens=20, seed=seed)) for seed in (1, 1, 2)]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_sampling_follows_the_probabilities() -> None:
+    logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]])
+    sampler = Sampler(GenerationConfig(temperature=0.5), rows=1)
+    draws = torch.stack([sampler.choose(logits, [0]) for _ in range(4000)]).flatten()
+    frequencies = torch.bincount(draws, minlength=4) / 4000
+    # Four standard deviations of a frequency out of 4000 draws are at most 0.032.
+    torch.testing.assert_close(frequencies, (logits[0] / 0.5).softmax(-1), atol=0.032, rtol=0)
+
+
+def test_top_k_and_top_p_keep_the_right_tokens() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()[:, [2, 0, 3, 1]]
+
+    def kept(**settings: float) -> list[int]:
+        return (truncated(logits, GenerationConfig(**settings))[0] > -torch.inf).nonzero().flatten().tolist()  # type: ignore[arg-type]
+
+    assert kept(top_k=2) == [1, 3]
+    assert kept(top_k=9) == [0, 1, 2, 3]
+    assert kept(top_p=0.3) == [1]
+    assert kept(top_p=0.69) == [1, 3]
+    assert kept(top_p=0.75) == [0, 1, 3]
+    assert kept(top_p=1.0) == [0, 1, 2, 3]
+    assert kept(top_k=2, top_p=0.5) == [1]
+
+
+def test_streaming_yields_as_it_goes() -> None:
+    model = small("gla")
+    steps = stream(model, PROMPTS, GenerationConfig(max_tokens=1000))
+    first = next(steps)
+    assert first.rows == [0, 1, 2]
+    assert len(first.tokens) == 3
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(("prompts", "message"), [([[]], "number 0 is empty"), ([[1], [61]], "number 1 has a token")])
+def test_bad_prompts_are_named(prompts: list[list[int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(small("gla"), prompts)
+
+
+def test_nothing_to_do() -> None:
+    assert generate(small("gla"), []) == []
+    assert generate(small("gla"), [[1]], GenerationConfig(max_tokens=0)) == [[]]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_k": 0}, {"max_tokens": -1}, {"prefill_chunk": 0}]
+)
+def test_bad_settings_are_named(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        GenerationConfig(**settings)  # type: ignore[arg-type]
+
+
+class Bytes:
+    vocabulary = 257
+    bos = 256
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+@given(st.text(max_size=200), st.lists(st.text(min_size=1, max_size=4), max_size=3))
+def test_text_arrives_whole_and_ends_before_a_stop_string(text: str, stop: list[str]) -> None:
+    text = text.encode(errors="replace").decode()
+    streamed = TextStream(Bytes().decode, stop)
+    shown = ""
+    for token in text.encode():
+        shown += streamed.add(token)
+        assert "\ufffd" not in shown or "\ufffd" in text
+    shown += streamed.finish()
+    # The place where the first stop string is complete decides, as it does for whoever reads along.
+    ends = [(text.find(string) + len(string), text.find(string)) for string in stop if string in text]
+    assert shown == (text if not ends else text[: min(place for end, place in ends if end == min(ends)[0])])
+
+
+def test_text_of_a_model() -> None:
+    model = small("gla", vocabulary=257)
+    config = GenerationConfig(max_tokens=80, seed=4)
+    pieces = list(stream_text(model, Bytes(), "ab", config))
+    tokens = generate(model, [[256, 97, 98]], config)[0]
+    if 256 in tokens:
+        tokens = tokens[: tokens.index(256)]
+    assert "".join(pieces) == Bytes().decode(tokens)
+    assert len(pieces) > 10
+    with pytest.raises(ValueError, match="the tokenizer has 257 tokens, but the model's vocabulary is only 61"):
+        list(stream_text(small("gla"), Bytes(), "ab"))

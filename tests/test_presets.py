@@ -1,0 +1,84 @@
+"""The paper's sizes, and what docs/models.md says about them and about adding a mixer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mesanet import presets
+from mesanet.config.model import ModelConfig
+from mesanet.mixers import MIXERS
+from mesanet.model.backbone import LanguageModel
+from mesanet.model.files import load_model, save_model
+from mesanet.model.parameters import compare_parameters, count_parameters, parameter_table
+
+
+@pytest.mark.parametrize(("name", "millions"), [("small", 145), ("medium", 435), ("large", 935)])
+def test_the_sizes_are_the_papers_and_every_mixer_has_as_many_parameters_as_attention(name: str, millions: int) -> None:
+    for count in compare_parameters([name], [*MIXERS, "hawk-mesa"]):
+        assert count.to_attention == pytest.approx(1, abs=0.01), count
+        assert count.parameters == pytest.approx(millions * 1e6, rel=0.011), count
+
+
+@pytest.mark.slow
+def test_the_table_in_the_docs_is_what_the_command_prints(repository: Path) -> None:
+    text = (repository / "docs" / "models.md").read_text()
+    table = text.split("<!-- the output of: mesanet model parameters -->\n")[1].split("\n<!-- end -->")[0]
+    assert table == parameter_table(compare_parameters(presets.SIZES, [*MIXERS, "hawk-mesa"]))
+
+
+def test_a_count_is_the_number_of_elements_of_a_real_model() -> None:
+    config = presets.mad("hawk-mesa")
+    assert count_parameters(config) == sum(parameter.numel() for parameter in LanguageModel(config).parameters())
+
+
+@pytest.mark.parametrize("name", presets.MODELS)
+def test_every_preset_takes_every_pattern(name: str) -> None:
+    for mixers in ("gla", "hawk-mesa", ("mesa", "attention")):
+        assert presets.model(name, mixers).mixers == presets.pattern(mixers)
+
+
+def test_the_parity_model_has_about_a_million_parameters() -> None:
+    config = presets.parity()
+    assert (config.ridge_initial, config.ridge_lower_bound, config.gamma_range) == (50, 49, "signed")
+    assert count_parameters(config) == pytest.approx(1e6, rel=0.2)
+
+
+def test_a_misspelt_preset_is_named() -> None:
+    with pytest.raises(ValueError, match="did you mean 'small'"):
+        presets.model("smal")
+
+
+@pytest.fixture
+def eleventh_mixer(repository: Path) -> Iterator[str]:
+    """What the docs tell to write, run as it stands there."""
+    text = (repository / "docs" / "models.md").read_text()
+    found = re.search(r"<!-- test: an eleventh mixer -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    code = found.group(1)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    known = set(MIXERS)
+    exec(code, {"__name__": "docs"})
+    (name,) = set(MIXERS) - known
+    yield name
+    del MIXERS[name]
+
+
+def test_an_eleventh_mixer_is_ten_lines(eleventh_mixer: str, tmp_path: Path) -> None:
+    config = ModelConfig(mixers=(eleventh_mixer,), layers=2, width=32, heads=2, key_size=16, vocabulary=61)
+    model = LanguageModel(config).eval()
+    tokens = torch.randint(61, (2, 12))
+    whole, _ = model(tokens)
+    first, cache = model(tokens[:, :5])
+    second, _ = model(tokens[:, 5:], cache)
+    torch.testing.assert_close(torch.cat([first, second], dim=1), whole, atol=1e-4, rtol=0)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, :4] = False
+    padded, _ = model(tokens, mask=mask)
+    torch.testing.assert_close(padded[:1, 4:], model(tokens[:1, 4:])[0], atol=1e-4, rtol=0)
+    model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert torch.equal(load_model(save_model(model, tmp_path))(tokens)[0], model(tokens)[0])
