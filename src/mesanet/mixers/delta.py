@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mesanet.mixers.base import Gates, HeadMixer
 from mesanet.mixers.layout import Layout
-from mesanet.ops.reference import gated_delta_rule
+from mesanet.ops.delta_rule import gated_delta_rule
 
 
 class GatedDeltaNet(HeadMixer):
