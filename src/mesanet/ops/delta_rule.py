@@ -61,7 +61,7 @@ def gated_delta_rule(
 
 
 class ChunkedDeltaRule(torch.autograd.Function):
-    """The rule chunk by chunk; the backward pass reads states, corrections and inverses that the forward pass has kept."""
+    """The rule chunk by chunk; the backward pass reads what the forward pass has kept."""
 
     @staticmethod
     def forward(

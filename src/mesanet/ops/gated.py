@@ -73,3 +73,11 @@ def zero_state(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Tensor
 def cast(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
     """All the tensors in one dtype."""
     return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def sequence_bounds(tensor: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Where the sequences of each row of [B, T, ...] begin and end, one after the other."""
+    if cu_seqlens is not None:
+        return cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    bounds = torch.tensor([0, tensor.shape[1]], device=tensor.device)
+    return bounds[:1], bounds[1:]

@@ -29,7 +29,7 @@ def longhorn_exact(
             outputs.append(read(kv, q[:, t]))
         return stack_time(outputs, v), kv
 
-    tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "step": step_size(k, precision)}
+    tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "step": longhorn_step(k, precision)}
     return over_sequences(rule, tensors, state, cu_seqlens)
 
 
@@ -51,10 +51,10 @@ def longhorn(
             outputs.append(read(kv, q[:, t]))
         return stack_time(outputs, v), kv
 
-    tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "step": step_size(k, precision)}
+    tensors: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "step": longhorn_step(k, precision)}
     return over_sequences(rule, tensors, state, cu_seqlens)
 
 
-def step_size(k: Tensor, precision: Tensor) -> Tensor:
+def longhorn_step(k: Tensor, precision: Tensor) -> Tensor:
     """precision / (1 + precision k^T k) for each value channel: [B, T, H, V]."""
     return precision / (1 + precision * k.square().sum(dim=-1, keepdim=True))

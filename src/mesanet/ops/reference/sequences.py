@@ -56,8 +56,8 @@ def combine(function: Callable[[list[Tensor]], Tensor], states: Sequence[Any]) -
 
 
 def stack_time(outputs: list[Tensor], like: Tensor) -> Tensor:
-    """Per-token outputs [B, H, V] as [B, T, H, V]; `like` gives the shape when there are no tokens."""
-    return torch.stack(outputs, dim=1) if outputs else torch.zeros_like(like)
+    """Per-token outputs [B, H, V] as [B, T, H, V]; `like` [B, 0, H, V] when there are none."""
+    return torch.stack(outputs, dim=1) if outputs else like.clone()
 
 
 def forget_factor(log_decay: Tensor | None, sign: Tensor | None, like: Tensor) -> Tensor:
