@@ -106,7 +106,7 @@ def line_blocks(path: Path, origin: str, start: Any) -> Iterator[Block]:
     offset, line = start or (0, 0)
     with open_stream(path) as stream:
         stream.skip(offset)
-        for payload in _cut(stream, b"\n", LONGEST_LINE + 8):
+        for payload in _cut(stream, b"\n", LONGEST_LINE + 8, BLOCK):
             if len(payload) > LONGEST_LINE:
                 raise UserError(f"{origin}, line {line + 1}: longer than {LONGEST_LINE >> 20} MiB, which is no record")
             yield Block("lines", payload, origin, [offset, line], line, progress=stream.position())
@@ -122,12 +122,12 @@ def text_blocks(path: Path, origin: str, start: Any, separator: str | None, long
     mark = b"\n" if separator is None else separator.encode("utf-8")
     with open_stream(path) as stream:
         stream.skip(offset)
-        for payload in _cut(stream, mark, longest, target=longest if separator is None else min(longest, BLOCK)):
+        for payload in _cut(stream, mark, longest, longest if separator is None else min(longest, BLOCK)):
             yield Block("text", payload, origin, [offset], offset, progress=stream.position())
             offset += len(payload)
 
 
-def _cut(stream: Stream, mark: bytes, longest: int, target: int = BLOCK) -> Iterator[bytes]:
+def _cut(stream: Stream, mark: bytes, longest: int, target: int) -> Iterator[bytes]:
     """Cut a stream behind marks into pieces of about `target` bytes; without a mark in `longest` bytes, cut there.
 
     What is left at the end is one piece, whatever marks it holds.
