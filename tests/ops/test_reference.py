@@ -21,11 +21,6 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-@pytest.fixture(autouse=True)
-def fixed_seed() -> None:
-    torch.manual_seed(0)
-
-
 def inputs(time: int = T) -> dict[str, Tensor]:
     return {
         "q": normal(B, time, H, K),

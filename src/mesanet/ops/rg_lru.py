@@ -166,7 +166,7 @@ class ScannedLru(torch.autograd.Function):
             square = torch.expm1(2 * logs).neg_()
             scale = square.sqrt()
             # d sqrt(1 - a^2) / d log a = -a^2 / sqrt(1 - a^2), with the slope of the root bounded.
-            slope = (0.5 / scale).clamp_(max=STEEPEST_ROOT)
+            slope = 0.5 / scale.clamp(min=0.5 / STEEPEST_ROOT)
             grad_x[:, block] = error * scale
             through_scale = slope.mul_(decay).mul_(-2).mul_(x[:, block])
             grad_decay[:, block] = before.add_(through_scale).mul_(decay).mul_(error)
