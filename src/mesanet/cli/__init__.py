@@ -35,8 +35,10 @@ __all__ = ["COMMANDS", "Command", "dispatch", "main", "parse"]
 COMMANDS = {
     "bench": Command("mesanet.cli.bench", "measure speed beside a peer in the same run"),
     "data": Command("mesanet.cli.data", "turn text into token shards, train a tokenizer, look at prepared data"),
+    "eval": Command("mesanet.cli.eval", "measure a trained model's loss by token position, at any length"),
     "generate": Command("mesanet.cli.generate", "continue a text with a trained model"),
     "model": Command("mesanet.cli.model", "what models are made of: parameter counts"),
+    "train": Command("mesanet.cli.train", "train a model: a preset, or a config file"),
 }
 
 

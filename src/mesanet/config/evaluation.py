@@ -1,0 +1,66 @@
+"""What a model is evaluated on, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from mesanet.config.base import ConfigError, check_fields, check_in_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class SolverOverride:
+    """Changes to how the mesa layers solve; other layers have no solver."""
+
+    max_steps: int | None = None
+    """The most steps that a token may take; as the model says if not given."""
+    tolerance: float | None = None
+    """Relative residual at which a token stops, 0 for exactly max_steps steps; as the model says if not given."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.max_steps is not None:
+            check_in_range("max_steps", self.max_steps, 0)
+        if self.tolerance is not None:
+            check_in_range("tolerance", self.tolerance, 0, 1, high_open=True)
+
+    @property
+    def changes_anything(self) -> bool:
+        """Whether something is given."""
+        return self.max_steps is not None or self.tolerance is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Which tokens a model is evaluated on, and in which pieces."""
+
+    data: Path
+    """Folder that `mesanet data prepare` wrote, or a file or folder of text, which the model's tokenizer reads."""
+    split: Literal["train", "validation"] = "validation"
+    """Split of a prepared folder."""
+    length: int = 2048
+    """Documents are cut into windows of this many tokens, and each is read without the ones before it."""
+    at_least: int = 0
+    """Leave out documents of fewer tokens."""
+    whole: bool = False
+    """Leave out what remains of a document after its last whole window."""
+    max_tokens: int | None = None
+    """Stop at this many tokens, taken from documents in a seeded order; None for all."""
+    seed: int = 0
+    """The order of documents where max_tokens is given."""
+    piece: int = 4096
+    """Tokens that are computed at once: windows that are longer are fed in pieces through the cache."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16 computes the large products in it."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("length", "piece"):
+            check_in_range(name, getattr(self, name), 1)
+        check_in_range("at_least", self.at_least, 0)
+        check_in_range("seed", self.seed, 0)
+        if self.max_tokens is not None:
+            check_in_range("max_tokens", self.max_tokens, 1)
+        if self.data == Path():
+            raise ConfigError("data", "must name prepared data or a text file, got an empty path")

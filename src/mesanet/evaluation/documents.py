@@ -1,0 +1,82 @@
+"""What to evaluate on: a split of prepared data, or text that the model's own tokenizer reads now."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesanet.config.evaluation import EvaluationConfig
+from mesanet.errors import UserError
+
+
+class Documents(Protocol):
+    """Documents by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, document: int) -> NDArray[Any]: ...
+
+
+class EvaluationData(NamedTuple):
+    """Documents, and what tells them from others."""
+
+    documents: Documents
+    """Tokens of each document, without BOS."""
+    bos: int
+    """The token before each document."""
+    vocabulary: int
+    """Number of token ids."""
+    name: str
+    """How tables call it."""
+    fingerprint: str
+    """Equal fingerprints mean equal tokens."""
+
+
+def open_data(config: EvaluationConfig, tokenizer: Callable[[], Any]) -> EvaluationData:
+    """Open what a config names; `tokenizer` loads the model's tokenizer, and is only called for text."""
+    from mesanet.data.layout import INDEX, PLAN
+
+    path = config.data
+    if (path / INDEX).is_file() or (path / PLAN).is_file():
+        return _prepared(config)
+    return _text(path, tokenizer())
+
+
+def _prepared(config: EvaluationConfig) -> EvaluationData:
+    from mesanet.data.dataset import open_dataset
+
+    dataset = open_dataset(config.data)
+    split = dataset.split(config.split)
+    if len(split) == 0:
+        raise UserError(f"the {config.split} split of {config.data} is empty; choose another with --split")
+    name = f"{config.data.resolve().name}-{config.split}"
+    return EvaluationData(split, dataset.bos, dataset.vocabulary, name, f"{dataset.fingerprint}/{config.split}")
+
+
+def _text(path: Path, tokenizer: Any) -> EvaluationData:
+    from mesanet.config.data import PrepareConfig
+    from mesanet.data.documents import Reading, read_documents
+    from mesanet.data.sources import find_sources
+    from mesanet.data.tokenizer import repair_surrogates
+
+    documents: list[NDArray[Any]] = []
+    for source in find_sources(PrepareConfig(sources=(str(path),), out=Path("unused"))):
+        for block in source.blocks(None):
+            texts = [repair_surrogates(text) for text in read_documents(block, Reading())]
+            documents += [tokens for tokens in tokenizer.encode_batch(texts) if len(tokens)]
+    if not documents:
+        raise UserError(f"{path} holds no text")
+    digest = hashlib.sha256(tokenizer.fingerprint.encode())
+    for tokens in documents:
+        digest.update(len(tokens).to_bytes(8, "little") + tokens.astype("<u4").tobytes())
+    return EvaluationData(documents, tokenizer.bos, tokenizer.vocabulary, path.resolve().stem, digest.hexdigest())
+
+
+def lengths(documents: Documents) -> NDArray[np.int64]:
+    """Tokens of each document."""
+    return np.array([len(documents[number]) for number in range(len(documents))], dtype=np.int64)

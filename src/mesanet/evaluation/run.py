@@ -1,0 +1,128 @@
+"""Evaluation of a run folder: load its model, evaluate, and leave a record in `RUN/evaluations`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from mesanet import __version__
+from mesanet.config.base import to_dict, to_json
+from mesanet.config.evaluation import EvaluationConfig, SolverOverride
+from mesanet.evaluation.documents import EvaluationData, open_data
+from mesanet.evaluation.evaluate import evaluate
+from mesanet.evaluation.progress import Progress
+from mesanet.io import read_json, write_json_atomic
+from mesanet.model.backbone import LanguageModel
+
+FOLDER = "evaluations"
+FINAL_MODEL = "model"
+FORMAT = 1
+
+
+class Evaluated(NamedTuple):
+    """One evaluation."""
+
+    path: Path
+    """Where its record is."""
+    record: dict[str, Any]
+    """What the file holds."""
+    fresh: bool
+    """False where the record was there already."""
+
+
+def evaluate_run(
+    run: Path,
+    configs: Sequence[EvaluationConfig],
+    solvers: Sequence[SolverOverride] = (SolverOverride(),),
+    *,
+    tokenizer: str | None = None,
+    device: str = "cpu",
+    again: bool = False,
+    command: Sequence[str] | None = None,
+    quiet: bool = False,
+) -> list[Evaluated]:
+    """Evaluate a run's newest model by every config with every solver; what is recorded already is not done again.
+
+    `command` is what the records say made them, by default the words of this process.
+    """
+    from mesanet.model.files import find_model, load_model, tokenizer_name
+
+    folder = find_model(run / FINAL_MODEL if (run / FINAL_MODEL).is_dir() else run)
+    model = load_model(folder, device=device)
+    about = describe_model(model, folder, run)
+
+    def load() -> Any:
+        from mesanet.data.tokenizer import load_tokenizer
+
+        return load_tokenizer(tokenizer or tokenizer_name(run, folder, model.config.vocabulary))
+
+    done = []
+    for config in configs:
+        data = open_data(config, load)
+        for solver in solvers:
+            key = evaluation_key(about, data, config, solver)
+            path = run / FOLDER / record_name(data, config, solver, key)
+            if path.exists() and not again:
+                done.append(Evaluated(path, read_json(path), fresh=False))
+                continue
+            with Progress(path.stem, "tokens", quiet=quiet) as progress:
+                found = evaluate(model, data, config, solver, progress.update)
+            record = {**provenance("evaluation", command), "key": key, "model": about, **found}
+            write_json_atomic(path, record, indent=None)
+            done.append(Evaluated(path, record, fresh=True))
+    return done
+
+
+def provenance(kind: str, command: Sequence[str] | None = None) -> dict[str, Any]:
+    """What every record says of how it came about."""
+    return {
+        "kind": kind,
+        "format": FORMAT,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": list(command) if command is not None else [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "mesanet": __version__,
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def describe_model(model: LanguageModel, folder: Path, run: Path) -> dict[str, Any]:
+    """Which model it is, and the hashes of its config and of its weights."""
+    from mesanet.data.layout import file_digest
+    from mesanet.model.files import WEIGHTS_FILE
+
+    inside = folder.resolve().relative_to(run.resolve()) if folder.resolve() != run.resolve() else Path()
+    return {
+        "folder": inside.as_posix(),
+        "mixers": list(model.config.mixers),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "config_sha256": hashlib.sha256(to_json(model.config).encode()).hexdigest(),
+        "weights_sha256": file_digest(folder / WEIGHTS_FILE),
+        "device": str(model.embedding.weight.device),
+    }
+
+
+def evaluation_key(
+    about: dict[str, Any], data: EvaluationData, config: EvaluationConfig, solver: SolverOverride
+) -> str:
+    """A hash of all that decides the result: the weights, the tokens, and the settings."""
+    settings = {name: value for name, value in to_dict(config).items() if name not in ("data", "split")}
+    parts = [about["config_sha256"], about["weights_sha256"], data.fingerprint, settings, to_dict(solver)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def record_name(data: EvaluationData, config: EvaluationConfig, solver: SolverOverride, key: str) -> str:
+    """A file name that people can read, made unique by the key."""
+    parts = [data.name, str(config.length)]
+    if solver.max_steps is not None:
+        parts.append(f"steps{solver.max_steps}")
+    if solver.tolerance is not None:
+        parts.append(f"tolerance{solver.tolerance:g}")
+    return "-".join([*parts, key[:8]]) + ".json"

@@ -1,0 +1,1 @@
+"""Tables and figures, made only from the records that runs have written."""

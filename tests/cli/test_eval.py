@@ -1,0 +1,95 @@
+"""`mesanet eval` on a model with random weights, through the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mesanet.cli import main
+from mesanet.config.model import ModelConfig
+from mesanet.model.backbone import LanguageModel
+from mesanet.model.files import save_model
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 30
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for name in ("mesa", "attention"):
+        torch.manual_seed(0)
+        config = ModelConfig(mixers=(name,), width=16, layers=1, heads=2, key_size=8, vocabulary=257)
+        save_model(LanguageModel(config), tmp_path / name / "model")
+    (tmp_path / "book.txt").write_text(TEXT)
+    return tmp_path
+
+
+def call(*words: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([str(word) for word in words])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def records(run: Path) -> list[dict[str, object]]:
+    return [json.loads(path.read_text()) for path in sorted((run / "evaluations").glob("*.json"))]
+
+
+def test_records_and_tables(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--data", run / "book.txt", "--length", 100, 1000)
+    assert call("eval", run / "attention", *words) == 0
+    assert call("eval", run / "mesa", *words, "--relative-to", run / "attention") == 0
+    out = capsys.readouterr().out
+    assert "difference" in out
+    assert "512" not in out.splitlines()[0]
+    for record in records(run / "mesa"):
+        assert record["kind"] == "evaluation"
+        assert record["model"]["folder"] == "model"
+        assert record["summary"]["tokens"] == len(TEXT) == sum(record["positions"]["count"])
+        assert record["data"]["name"] == "book"
+        assert len(record["model"]["weights_sha256"]) == 64
+        assert record["mesanet"]
+        assert record["steps"]["mean"] > 0
+    assert not list((run / "mesa" / "evaluations").glob(".*"))
+
+
+def test_the_solvers_curve_is_one_command_and_is_not_done_twice(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("eval", run / "mesa", "--data", run / "book.txt", "--length", 200)
+    words = (*words, "--solver.max-steps", 1, 2, "--solver.tolerance", 0)
+    assert call(*words) == 0
+    assert {record["steps"]["mean"] for record in records(run / "mesa")} == {1, 2}
+    before = [path.stat().st_mtime_ns for path in sorted((run / "mesa" / "evaluations").iterdir())]
+    capsys.readouterr()
+    assert call(*words) == 0
+    assert "was there already" in capsys.readouterr().out
+    assert [path.stat().st_mtime_ns for path in sorted((run / "mesa" / "evaluations").iterdir())] == before
+    # Other weights are another evaluation.
+    save_model(
+        LanguageModel(ModelConfig(width=16, layers=1, heads=2, key_size=8, vocabulary=257)), run / "mesa" / "model"
+    )
+    assert call(*words) == 0
+    assert len(records(run / "mesa")) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("attention", "--data", "book.txt", "--solver.max-steps", "3"), "no mesa layer"),
+        (("mesa", "--data", "absent.txt"), "there is no source"),
+        (("nothing", "--data", "book.txt"), "no folder"),
+        (("mesa", "--data", "book.txt", "--length", "0"), "length: got 0"),
+        (("mesa", "--data", "empty.txt"), "is empty"),
+        (("mesa", "--data", "book.txt", "--at-least", "5000"), "the longest has 1350 tokens"),
+        (("mesa", "--data", "book.txt", "--relative-to", "attention"), "run the same `mesanet eval` on it first"),
+    ],
+)
+def test_mistakes(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+                  words: tuple[str, ...], sentence: str) -> None:  # fmt: skip
+    monkeypatch.chdir(run)
+    (run / "empty.txt").write_text("")
+    assert call("eval", *words) == 2
+    error = capsys.readouterr().err.strip()
+    assert sentence in error
+    assert "\n" not in error
