@@ -49,11 +49,16 @@ def dispatch(arguments: list[str], commands: Mapping[str, Command], *, program: 
     importlib.import_module(commands[name].module).run(rest)
 
 
-def parse(options: type[Options], arguments: list[str], *, program: str) -> Options:
-    """Read `arguments` into the dataclass `options`; --help shows its docstrings and defaults."""
+def parse(options: type[Options], arguments: list[str], *, program: str, default: Options | None = None) -> Options:
+    """Read `arguments` into the dataclass `options`; --help shows its docstrings and defaults.
+
+    What is not given is as in `default`, if there is one, else as the dataclass says.
+    """
     import tyro
 
-    return tyro.cli(options, args=arguments, prog=program)
+    if default is None:
+        return tyro.cli(options, args=arguments, prog=program)
+    return tyro.cli(options, args=arguments, prog=program, default=default)
 
 
 def report_errors(run: Callable[[list[str]], None], arguments: list[str] | None = None) -> NoReturn:

@@ -1,0 +1,111 @@
+"""`mesanet train PRESET --out RUN`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, Suppress, arg
+
+from mesanet.cli.dispatch import parse
+from mesanet.cli.processes import is_first, only_first_speaks
+from mesanet.config.base import from_json
+from mesanet.config.data import DataConfig, PrepareConfig
+from mesanet.config.model import ModelConfig
+from mesanet.config.training import RunConfig, TrainingConfig, default_out
+from mesanet.errors import UserError
+
+EXAMPLE = DataConfig(path=Path("data")), TrainingConfig(steps=10_000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train a model. Name a preset or a config file; every setting of it can be changed by an option.
+
+    Several processes: `torchrun --nproc-per-node 8 -m mesanet train PRESET --training.parallel fsdp`.
+    """
+
+    preset: Positional[Annotated[str, arg(metavar="PRESET")]] = ""
+    """demo, laptop, small-15b, small-50b, medium-15b, medium-50b, large-15b or large-50b."""
+    config: Path | None = None
+    """A config.json as a run folder has it, instead of a preset."""
+    mixers: str | None = None
+    """Sequence mixers of the preset, mesa if not given: one name, or a pattern such as hawk-mesa."""
+    out: Path | None = None
+    """The run folder; runs/PRESET-MIXERS if not given."""
+    resume: bool = False
+    """Go on from the newest checkpoint in the run folder, or begin where there is none."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
+    data: DataConfig = EXAMPLE[0]
+    """The batches."""
+    training: TrainingConfig = EXAMPLE[1]
+    """The optimisation."""
+    prepare: Suppress[PrepareConfig | None] = None
+
+
+def run(arguments: list[str]) -> None:
+    """Train, and say where the model is."""
+    with only_first_speaks():
+        options, config = parse_run(arguments)
+        from mesanet.training.run import train
+
+        result = train(config, options.out or default_out(options.preset or "run", config), resume=options.resume)
+    if is_first():
+        held_out = "" if result.validation_loss is None else f", {result.validation_loss:.4f} on held-out text"
+        print(f"{result.model}: {result.steps} steps, loss {result.loss:.4f}{held_out}")
+
+
+def parse_run(arguments: list[str]) -> tuple[Options, RunConfig]:
+    """The options, and the run that they describe."""
+    base = base_config(arguments)
+    default = Options()
+    if base is not None:
+        default = Options(model=base.model, data=base.data, training=base.training, prepare=base.prepare)
+    options = parse(Options, arguments, default=default, program="mesanet train")
+    if base is None:
+        raise UserError("name a preset, such as demo, or a config file with --config; --help shows all options")
+    return options, RunConfig(
+        model=options.model, data=options.data, training=options.training, prepare=options.prepare
+    )
+
+
+def base_config(arguments: list[str]) -> RunConfig | None:
+    """The preset or the file that the other options change."""
+    file, mixers = option_value(arguments, "--config"), option_value(arguments, "--mixers")
+    preset = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    if file is not None:
+        if preset is not None:
+            raise UserError(f"got the preset {preset} and --config {file}; name one of the two")
+        config = from_json(RunConfig, Path(file).read_text(encoding="utf-8"))
+        if mixers is None:
+            return with_length(config, arguments)
+        from mesanet.presets import pattern
+
+        return with_length(replace(config, model=replace(config.model, mixers=pattern(mixers))), arguments)
+    if preset is None:
+        return None
+    from mesanet.training.presets import run_preset
+
+    return with_length(run_preset(preset, mixers or "mesa"), arguments)
+
+
+def with_length(base: RunConfig, arguments: list[str]) -> RunConfig:
+    """Let an option for the length in steps take the place of one in tokens, and the other way round."""
+    # The option itself brings the value; until then any will do that is long enough.
+    if option_value(arguments, "--training.steps") is not None:
+        base = replace(base, training=replace(base.training, steps=10**18, tokens=None))
+    if option_value(arguments, "--training.tokens") is not None:
+        base = replace(base, training=replace(base.training, steps=None, tokens=10**18))
+    return base
+
+
+def option_value(arguments: list[str], name: str) -> str | None:
+    """The word after an option, or after its equals sign."""
+    for word, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if word == name:
+            return following
+        if word.startswith(f"{name}="):
+            return word.removeprefix(f"{name}=")
+    return None

@@ -1,0 +1,1 @@
+"""Training: from a run config to a folder with metrics, checkpoints and the final model."""

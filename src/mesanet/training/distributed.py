@@ -1,0 +1,148 @@
+"""Several processes: which one this is, what they tell each other, and how they share a model.
+
+torchrun starts the processes and tells them about each other; torch.distributed does the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mesanet.config.training import TrainingConfig
+from mesanet.errors import UserError
+from mesanet.model.backbone import LanguageModel
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The processes of one run, seen from one of them. A single process makes no collective calls."""
+
+    rank: int
+    count: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that writes files and prints."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.count > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait for all."""
+        if self.count > 1:
+            dist.barrier()
+
+    def from_first(self, make: Callable[[], Value]) -> Value:
+        """Let the first process call `make`; all get what it returned, or raise the OSError or ValueError it raised."""
+        if self.count == 1:
+            return make()
+        outcome: list[Any] = [None, None]
+        if self.first:
+            try:
+                outcome[0] = make()
+            except (OSError, ValueError) as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, device=self.device)
+        if outcome[1] is not None:
+            raise outcome[1]
+        value: Value = outcome[0]
+        return value
+
+
+@contextmanager
+def connect(config: TrainingConfig) -> Iterator[Processes]:
+    """Join the processes that torchrun has started, or stand alone."""
+    count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    device = choose_device(config.device)
+    if count == 1:
+        yield Processes(0, 1, device)
+        return
+    if config.parallel == "none":
+        raise UserError(f"there are {count} processes: set training.parallel to ddp or fsdp to let them share the work")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    already = dist.is_initialized()
+    if not already:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+        )
+    try:
+        yield Processes(rank, count, device)
+    finally:
+        if not already:
+            dist.destroy_process_group()
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this process; each process of a host gets a GPU of its own."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("training.device: got 'cuda', but torch finds no GPU here; expected 'auto' or 'cpu'")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise UserError(
+            f"this host has {torch.cuda.device_count()} GPUs but more processes: lower torchrun's --nproc-per-node"
+        )
+    return torch.device("cuda", local)
+
+
+class LossModule(nn.Module):
+    """A model whose forward is its loss, which is what the wrappers of torch.distributed want to see."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean loss over the targets that count, and the loss of each token [B, T]."""
+        mean, each, _ = self.model.losses(tokens, targets)
+        return mean, each
+
+
+def share_model(model: LanguageModel, config: TrainingConfig, processes: Processes) -> nn.Module:
+    """The module that gives the loss, its gradients averaged over the processes; changes `model` for fsdp."""
+    module = LossModule(model)
+    if processes.count == 1:
+        return module
+    if config.parallel == "ddp":
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(processes.device.type, (processes.count,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+@contextmanager
+def accumulating(module: nn.Module, *, last: bool) -> Iterator[None]:
+    """Average the gradients over the processes in the last part of a step only."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    context: AbstractContextManager[Any] = nullcontext()
+    if isinstance(module, DistributedDataParallel) and not last:
+        context = module.no_sync()
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+    with context:
+        yield
