@@ -45,28 +45,42 @@ class ChunkLayout:
     """[T] for packed sequences: the place of each token."""
 
     @property
+    def rows(self) -> int:
+        """How many rows of chunks there are: R."""
+        return self.batch
+
+    @property
     def sequences(self) -> int:
         """How many sequences there are, so how many rows the state has."""
         return self.segments[-1].sequences.stop if self.segments else 0
 
-    def split(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """[B, T, H, ...] -> [R, H, N, C, ...], contiguous, in `dtype`, padded with zeros."""
-        padded_time = self.chunks * self.chunk
+    def pad(self, tensor: Tensor) -> Tensor:
+        """[B, T, ...] -> [R, N * C, ...], filled up with zeros; the tensor itself where nothing is missing."""
+        missing = self.chunks * self.chunk - self.time
         if self.padded_index is not None:
             extended = torch.cat([tensor, tensor.new_zeros(1, 1, *tensor.shape[2:])], dim=1)
-            tensor = extended.index_select(1, self.padded_index)
-        elif padded_time != self.time:
-            padding = tensor.new_zeros(self.batch, padded_time - self.time, *tensor.shape[2:])
-            tensor = torch.cat([tensor, padding], dim=1)
-        by_chunk = tensor.unflatten(1, (self.chunks, self.chunk))
-        return by_chunk.movedim(3, 1).to(dtype, memory_format=torch.contiguous_format).contiguous()
+            return extended.index_select(1, self.padded_index)
+        if missing == 0:
+            return tensor
+        return torch.cat([tensor, tensor.new_zeros(self.batch, missing, *tensor.shape[2:])], dim=1)
+
+    def unpad(self, tensor: Tensor) -> Tensor:
+        """[R, N * C, ...] -> [B, T, ...], without what `pad` added."""
+        if self.token_index is not None:
+            return tensor.index_select(1, self.token_index)
+        return tensor[:, : self.time].contiguous()
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """[R, N * C, H, ...] as [R, H, N, C, ...], sharing its memory."""
+        return tensor.unflatten(1, (self.chunks, self.chunk)).movedim(3, 1)
+
+    def split(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """[B, T, H, ...] -> [R, H, N, C, ...], contiguous, in `dtype`, padded with zeros."""
+        return self.view(self.pad(tensor)).to(dtype, memory_format=torch.contiguous_format).contiguous()
 
     def merge(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """[R, H, N, C, ...] -> [B, T, H, ...] in `dtype`, without the padding."""
-        by_time = tensor.movedim(1, 3).flatten(1, 2)
-        if self.token_index is not None:
-            return by_time.index_select(1, self.token_index).to(dtype)
-        return by_time[:, : self.time].to(dtype).contiguous()
+        return self.unpad(tensor.movedim(1, 3).flatten(1, 2)).to(dtype)
 
     def forwards(self) -> Iterator[tuple[int, Segment]]:
         """Every chunk in the order of time, with the segment it lies in."""

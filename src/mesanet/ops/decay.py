@@ -22,16 +22,16 @@ class ChunkDecay(NamedTuple):
     """[..., C] what is left at the end of the chunk of what token s wrote."""
 
 
-def chunk_decay(log_decay: Tensor, sign: Tensor | None = None) -> ChunkDecay:
+def chunk_decay(log_decay: Tensor, sign: Tensor | None = None, within: Tensor | None = None) -> ChunkDecay:
     """Forget factors of chunks [..., C] of log decays; `sign` (+1 or -1) makes the gates negative."""
     return ChunkDecay(
-        within=decay_within(log_decay, sign),
+        within=decay_within(log_decay, sign, within),
         from_start=decay_from_start(log_decay, sign),
         to_end=decay_to_end(log_decay, sign),
     )
 
 
-def decay_within(log_decay: Tensor, sign: Tensor | None = None) -> Tensor:
+def decay_within(log_decay: Tensor, sign: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """zeta [..., C, C]: the product of the gates s+1..t at row t and column s <= t, and zero elsewhere.
 
     It is the exponential of a sum over exactly those tokens. Differences of a running sum would be cheaper, but they lose
@@ -39,8 +39,9 @@ def decay_within(log_decay: Tensor, sign: Tensor | None = None) -> Tensor:
     """
     chunk = log_decay.shape[-1]
     below = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device).tril_(-1)
-    rows = log_decay.unsqueeze(-1).expand(*log_decay.shape, chunk)
-    within = rows.masked_fill(~below, 0.0).cumsum(-2).exp_().tril_()
+    summed = log_decay.unsqueeze(-1).expand(*log_decay.shape, chunk)
+    within: Tensor = torch.where(below, summed, log_decay.new_zeros(()), out=out)
+    within.cumsum_(-2).exp_().tril_()
     if sign is not None:
         parity = sign.cumprod(-1)
         within *= parity.unsqueeze(-1) * parity.unsqueeze(-2)
@@ -66,43 +67,64 @@ def _product_after(gates: Tensor, accumulate: Callable[..., Tensor], neutral: fl
 
 
 def scan_states(
-    left: Tensor, right: Tensor, total: Tensor, initial: Tensor, layout: ChunkLayout
+    left: Tensor,
+    right: Tensor,
+    total: Tensor,
+    initial: Tensor,
+    layout: ChunkLayout,
+    weight: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """States at the start of every chunk, and after the last one.
 
-    `left` [R, H, N, C, K] and `right` [R, H, N, C, V] are what each chunk adds, as left^T right; `total` [R, H, N] is how
-    much of the state a chunk keeps; `initial` [S, H, K, V]. Returns [R, H, N, K, V] and [S, H, K, V].
+    `left` [R, H, N, C, K] and `right` [R, H, N, C, V] are what each chunk adds, as left^T right, each token's share times
+    its `weight` [R, H, N, C]; `total` [R, H, N] is how much of the state a chunk keeps; `initial` [S, H, K, V]. Returns
+    [R, H, N, K, V], in `out` if given, and [S, H, K, V].
     """
     rows, heads, chunks = total.shape
-    states = initial.new_empty(rows * heads, chunks, *initial.shape[2:])
+    if out is None:
+        out = initial.new_empty(rows, heads, chunks, *initial.shape[2:])
+    states, keep = out.flatten(0, 1), total.reshape(rows * heads, chunks, 1, 1)
     final = initial.clone()
-    left, right, keep = left.flatten(0, 1), right.flatten(0, 1), total.reshape(rows * heads, chunks, 1, 1)
     for chunk, segment in layout.forwards():
         if chunk == segment.begin:
             states[:, chunk] = initial[segment.sequences].flatten(0, 1)
         is_last = chunk + 1 == segment.end
         after = final[segment.sequences].flatten(0, 1) if is_last else states[:, chunk + 1]
         torch.mul(states[:, chunk], keep[:, chunk], out=after)
-        after.baddbmm_(left[:, chunk].mT, right[:, chunk])
-    return states.unflatten(0, (rows, heads)), final
+        _add_products(after, left, right, weight, chunk)
+    return out, final
 
 
 def scan_states_backwards(
-    left: Tensor, right: Tensor, total: Tensor, final: Tensor, layout: ChunkLayout
+    left: Tensor,
+    right: Tensor,
+    total: Tensor,
+    final: Tensor,
+    layout: ChunkLayout,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same against time: what arrives at the end of every chunk from later ones, and at the start of the first.
 
     `final` [S, H, K, V] arrives after the last chunk. Returns [R, H, N, K, V] and [S, H, K, V].
     """
     rows, heads, chunks = total.shape
-    arrived = final.new_empty(rows * heads, chunks, *final.shape[2:])
+    out = final.new_empty(rows, heads, chunks, *final.shape[2:])
+    arrived, keep = out.flatten(0, 1), total.reshape(rows * heads, chunks, 1, 1)
     initial = final.clone()
-    left, right, keep = left.flatten(0, 1), right.flatten(0, 1), total.reshape(rows * heads, chunks, 1, 1)
     for chunk, segment in layout.backwards():
         if chunk == segment.end - 1:
             arrived[:, chunk] = final[segment.sequences].flatten(0, 1)
         is_first = chunk == segment.begin
         before = initial[segment.sequences].flatten(0, 1) if is_first else arrived[:, chunk - 1]
         torch.mul(arrived[:, chunk], keep[:, chunk], out=before)
-        before.baddbmm_(left[:, chunk].mT, right[:, chunk])
-    return arrived.unflatten(0, (rows, heads)), initial
+        _add_products(before, left, right, weight, chunk)
+    return out, initial
+
+
+def _add_products(state: Tensor, left: Tensor, right: Tensor, weight: Tensor | None, chunk: int) -> None:
+    """state [R * H, K, V] += left^T diag(weight) right of one chunk."""
+    left, right = left[:, :, chunk].to(state.dtype), right[:, :, chunk].to(state.dtype)
+    if weight is not None:
+        left = left * weight[:, :, chunk].unsqueeze(-1)
+    state.baddbmm_(left.flatten(0, 1).mT, right.flatten(0, 1))

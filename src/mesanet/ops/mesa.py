@@ -67,6 +67,6 @@ def mesa(
     layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens)
     symmetric_kk = 0.5 * (state.kk + state.kk.mT)
     output, kk, kv, steps = ChunkedMesa.apply(
-        q, k, v, log_decay, write, ridge, symmetric_kk, state.kv, sign, solver, layout, dtype
+        q, k, v, log_decay, write, ridge, symmetric_kk.to(dtype), state.kv.to(dtype), sign, solver, layout
     )
     return MesaOutput(output, MesaState(kk, kv), steps)

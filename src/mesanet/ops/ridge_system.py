@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mesanet.ops.decay import ChunkDecay
 from mesanet.ops.spd_inverse import spd_inverse
+from mesanet.ops.workspace import Workspace
 
 SLOW = 0.25
 """A chunk that keeps at least this much of its state gets a preconditioner; one that keeps less converges fast without."""
@@ -32,9 +33,10 @@ class Preconditioner:
     the keys are. See docs/maths.md, "The preconditioner".
     """
 
-    def __init__(self, keys: Tensor, kk: Tensor, from_start: Tensor, write: Tensor, ridge: Tensor) -> None:
-        """keys [n, C, K], kk [n, K, K], from_start and write [n, C], ridge [n, K]."""
-        chunk = keys.shape[1]
+    def __init__(self, bank: Tensor, from_start: Tensor, write: Tensor, ridge: Tensor) -> None:
+        """bank [n, K + C, K] is the state above the keys; from_start and write [n, C], ridge [n, K]."""
+        chunk, size = from_start.shape[1], bank.shape[-1]
+        kk, keys = bank[:, :size], bank[:, size:]
         middle = from_start[:, (chunk - 1) // 2, None]
         inverse = spd_inverse(kk + torch.diag_embed(ridge / middle))
         scaled_keys = keys * (write / from_start).sqrt_().unsqueeze(-1)
@@ -51,39 +53,35 @@ class Preconditioner:
         self.bank[problems, :size] = torch.eye(size, dtype=self.bank.dtype, device=self.bank.device)
         self.bank[problems, size:] = 0.0
 
-    def __call__(self, residual: Tensor, wide: Tensor, scores: Tensor, out: Tensor) -> Tensor:
-        """M_t residual_t for every token; the other arguments are room to work in."""
-        size = residual.shape[-1]
-        torch.bmm(residual, self.bank[:, size:].mT, out=scores)
-        wide[..., :size].copy_(residual)
-        torch.neg(scores.tril_(), out=wide[..., size:])
-        return torch.bmm(wide, self.bank, out=out)
-
 
 class RidgeSystems:
     """The systems of n chunks, as the solver wants them; vectors are [n, C, K]."""
 
     def __init__(
         self,
-        keys: Tensor,
-        kk: Tensor,
+        bank: Tensor,
         decay: ChunkDecay,
         write: Tensor,
         ridge: Tensor,
+        workspace: Workspace,
         preconditioner: Preconditioner | None = None,
     ) -> None:
-        """keys [n, C, K], kk [n, K, K] at the start of each chunk, write [n, C], ridge [n, K]."""
-        problems, chunk, size = keys.shape
-        self.keys = keys
+        """bank [n, K + C, K] is the state at the start of each chunk above its keys; write [n, C], ridge [n, K].
+
+        No two systems with the same workspace can be in use at the same time.
+        """
+        problems, wide, size = bank.shape
+        chunk = wide - size
+        self.bank = bank
+        self.kk, self.keys = bank[:, :size], bank[:, size:]
         self.ridge = ridge.unsqueeze(1)
         self.from_start = decay.from_start.unsqueeze(-1)
-        self.weights = decay.within * write.unsqueeze(1)
-        self.bank = torch.cat([kk, keys], dim=1)
+        self.weights = decay.within.mul_(write.unsqueeze(1))
         self.preconditioner = preconditioner
-        self._wide = keys.new_empty(problems, chunk, size + chunk)
-        self._scores = keys.new_empty(problems, chunk, chunk)
-        self._product = torch.empty_like(keys)
-        self._direction = torch.empty_like(keys)
+        self._wide = workspace.room("wide", problems, chunk, wide)
+        self._scores = workspace.room("scores", problems, chunk, chunk)
+        self._product = workspace.room("product", problems, chunk, size)
+        self._direction = workspace.room("direction", problems, chunk, size)
 
     def matvec(self, vector: Tensor) -> Tensor:
         """(H_t + ridge) vector_t for every token."""
@@ -94,29 +92,36 @@ class RidgeSystems:
         torch.mul(vector, self.ridge, out=self._product)
         return self._product.baddbmm_(self._wide, self.bank)
 
-    def diagonal(self) -> Tensor:
-        """diag(H_t + ridge) for every token, [n, C, K]."""
-        size = self.keys.shape[-1]
-        state = self.bank[:, :size].diagonal(dim1=1, dim2=2).unsqueeze(1)
-        return torch.baddbmm(self.from_start * state + self.ridge, self.weights, self.keys.square())
-
     def precondition(self, residual: Tensor) -> Tensor | None:
-        """About (H_t + ridge)^-1 residual_t times from_start_t, or None for the plain method."""
+        """from_start_t times about (H_t + ridge)^-1 residual_t, or None for the plain method."""
         if self.preconditioner is None:
             return None
-        return self.preconditioner(residual, self._wide, self._scores, self._direction)
+        size = residual.shape[-1]
+        bank = self.preconditioner.bank
+        torch.bmm(residual, bank[:, size:].mT, out=self._scores)
+        self._wide[..., :size].copy_(residual)
+        torch.neg(self._scores.tril_(), out=self._wide[..., size:])
+        return torch.bmm(self._wide, bank, out=self._direction)
 
     def start(self, rhs: Tensor) -> tuple[Tensor, Tensor]:
         """The paper's start value rhs / diag(H_t + ridge), or the preconditioner's answer where there is one."""
-        if self.preconditioner is None:
-            x = rhs / self.diagonal()
-            return x, rhs - self.matvec(x)
-        x = self.preconditioner(rhs, self._wide, self._scores, self._direction) / self.from_start
-        r = rhs - self.matvec(x)
+        answer = self.precondition(rhs)
+        if answer is None or self.preconditioner is None:
+            x = rhs / self._diagonal()
+            return x, self.matvec(x)
+        x = answer / self.from_start
+        product = self.matvec(x)
         # Rounding can spoil the inverse of an extremely ill-conditioned state; such a chunk goes on without.
-        sound = (torch.linalg.vector_norm(r, dim=-1) <= 2 * torch.linalg.vector_norm(rhs, dim=-1)).all(dim=-1)
+        missed = torch.linalg.vector_norm(torch.sub(rhs, product, out=self._direction), dim=-1)
+        sound = (missed <= 2 * torch.linalg.vector_norm(rhs, dim=-1)).all(dim=-1)
         if not bool(sound.all()):
             self.preconditioner.disable(~sound)
-            x = torch.where(sound[:, None, None], x, rhs / self.diagonal())
-            r = rhs - self.matvec(x)
-        return x, r
+            x = torch.where(sound[:, None, None], x, rhs / self._diagonal())
+            product = self.matvec(x)
+        return x, product
+
+    def _diagonal(self) -> Tensor:
+        """diag(H_t + ridge) for every token, [n, C, K]."""
+        state = self.kk.diagonal(dim1=1, dim2=2).unsqueeze(1)
+        torch.addcmul(self.ridge, self.from_start, state, out=self._product)
+        return self._product.baddbmm_(self.weights, torch.square(self.keys))

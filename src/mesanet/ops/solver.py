@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-Preconditioner = Literal["auto"]
+Preconditioning = Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,32 +19,30 @@ class ConjugateGradient:
     """The most steps that a token may take; 0 keeps the start value q / diag(H_t + ridge)."""
     tolerance: float = 1e-4
     """A token stops once ||q - A x|| <= tolerance * ||q||; 0 takes exactly `max_steps` steps."""
-    preconditioner: Preconditioner | None = "auto"
+    preconditioner: Preconditioning | None = "auto"
     """"auto" gives the chunks that forget slowly a preconditioner; None is the paper's plain method."""
 
     def __post_init__(self) -> None:
         if isinstance(self.max_steps, bool) or not isinstance(self.max_steps, int) or self.max_steps < 0:
             raise ValueError(f"max_steps: got {self.max_steps!r}, expected an integer of at least 0")
-        if not isinstance(self.tolerance, (int, float)) or not 0 <= self.tolerance < 1:
+        is_number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
+        if not is_number or not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance: got {self.tolerance!r}, expected a number in [0, 1)")
         if self.preconditioner not in ("auto", None):
             raise ValueError(f"preconditioner: got {self.preconditioner!r}, expected 'auto' or None")
 
 
 class Systems(Protocol):
-    """Positive definite systems A x = b, one for each row of the tensors [..., K] that these methods take.
-
-    Each method may return a buffer that its next call overwrites.
-    """
+    """Positive definite systems A x = b, one for each row of the tensors [..., K] that these methods take."""
 
     def matvec(self, vector: Tensor) -> Tensor:
-        """A times the vector, row by row."""
+        """A times the vector, row by row; the next call may overwrite what this one returned."""
 
     def start(self, rhs: Tensor) -> tuple[Tensor, Tensor]:
-        """A first guess x, and its residual rhs - A x; both new tensors."""
+        """A new tensor with a first guess of the solution, and A times it; the latter may be overwritten likewise."""
 
     def precondition(self, residual: Tensor) -> Tensor | None:
-        """About A^-1 times the residual, by a positive definite map; None to do without."""
+        """About A^-1 times the residual, by a positive definite map, or None to do without; overwritten likewise."""
 
 
 class Solution(NamedTuple):
@@ -59,24 +57,26 @@ class Solution(NamedTuple):
 
 
 def conjugate_gradient(systems: Systems, rhs: Tensor, *, max_steps: int, tolerance: float) -> Solution:
-    """Solve A x = rhs for every row of `rhs` [..., K].
+    """Solve A x = rhs for every row of `rhs` [..., K]; `rhs` is used up.
 
     A row that has converged is frozen: its step length is zero from then on, whatever its neighbours do. Each right-hand
     side is divided by its largest entry first, so that no square below can overflow or underflow for its scale; no
     absolute constant is added anywhere.
     """
-    scale = torch.linalg.vector_norm(rhs, ord=torch.inf, dim=-1, keepdim=True)
+    scratch = torch.abs(rhs)
+    scale = scratch.amax(dim=-1, keepdim=True)
     scale = torch.where(scale > 0, scale, 1.0)
-    rhs = rhs / scale
-    rhs_norm = _norm(rhs)
+    r = rhs.div_(scale)
+    rhs_norm = _norm(r)
     target = tolerance * rhs_norm
     steps = torch.zeros_like(rhs_norm, dtype=torch.int32)
 
-    x, r = systems.start(rhs)
+    x, a_x = systems.start(r)
+    r.sub_(a_x)
     residual = _norm(r)
     z = systems.precondition(r)
     p = (r if z is None else z).clone()
-    rho = residual.square() if z is None else _dot(r, z)
+    rho = residual.square() if z is None else _dot(r, z, scratch)
     for _ in range(max_steps):
         if tolerance > 0:
             active = residual > target
@@ -88,23 +88,24 @@ def conjugate_gradient(systems: Systems, rhs: Tensor, *, max_steps: int, toleran
             steps += 1
             step_rho = rho
         a_p = systems.matvec(p)
-        alpha = _ratio(step_rho, _dot(p, a_p))
+        alpha = _ratio(step_rho, _dot(p, a_p, scratch))
         x.addcmul_(alpha, p)
         r.addcmul_(alpha, a_p, value=-1)
         residual = _norm(r)
         z = systems.precondition(r)
-        next_rho = residual.square() if z is None else _dot(r, z)
+        next_rho = residual.square() if z is None else _dot(r, z, scratch)
         torch.addcmul(r if z is None else z, _ratio(next_rho, rho), p, out=p)
         rho = next_rho
     return Solution(x.mul_(scale), steps.squeeze(-1), _ratio(residual, rhs_norm).squeeze(-1))
 
 
 def _norm(vector: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(vector, dim=-1, keepdim=True)
+    return norm
 
 
-def _dot(left: Tensor, right: Tensor) -> Tensor:
-    return torch.linalg.vecdot(left, right).unsqueeze(-1)
+def _dot(left: Tensor, right: Tensor, scratch: Tensor) -> Tensor:
+    return torch.mul(left, right, out=scratch).sum(dim=-1, keepdim=True)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
