@@ -13,7 +13,7 @@ from mesanet.config.model import ModelConfig
 from mesanet.mixers.base import Mixer, own_precision, wide
 from mesanet.mixers.layers import Linear, ShortConvolution, split_heads
 from mesanet.mixers.layout import Layout
-from mesanet.ops.reference import rg_lru
+from mesanet.ops.rg_lru import rg_lru
 
 SHARPNESS = 8.0
 """Griffin's c: log a_t = -c * gate * softplus(parameter)."""

@@ -13,7 +13,8 @@ from mesanet.mixers.base import Gates, HeadMixer, wide
 from mesanet.mixers.layers import Linear
 from mesanet.mixers.layout import Layout
 from mesanet.ops.linear_attention import gated_linear_attention
-from mesanet.ops.reference import longhorn, mlstm
+from mesanet.ops.longhorn import longhorn
+from mesanet.ops.mlstm import mlstm
 
 GATE_CAP = 15.0
 """mLSTM's gate logits are capped softly here, as in xLSTM's later versions, so that no gate is driven to extremes."""
