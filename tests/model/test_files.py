@@ -89,6 +89,11 @@ def test_the_newest_model_of_a_run_is_found(tmp_path: Path) -> None:
         save_model(small("gla"), tmp_path / "checkpoints" / f"step-{step}")
     assert find_model(tmp_path).name == "step-100"
     assert find_model(tmp_path / "checkpoints" / "step-9").name == "step-9"
+    for aside in (".step-200.partial", "step-200.damaged"):
+        save_model(small("gla"), tmp_path / "checkpoints" / aside)
+    assert find_model(tmp_path).name == "step-100"
+    save_model(small("gla"), tmp_path / "model")
+    assert find_model(tmp_path).name == "model"
 
 
 def test_the_tokenizer_is_the_one_beside_the_model_or_told_by_the_vocabulary(tmp_path: Path) -> None:

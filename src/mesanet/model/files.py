@@ -18,6 +18,8 @@ from mesanet.model.backbone import DTYPES, LanguageModel
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+FINISHED = "model"
+"""Where a run folder keeps the model once training is done."""
 TOKENIZER_FILE = "tokenizer.json"
 BUILT_IN_TOKENIZERS = {257: "bytes", 50257: "gpt2"}
 """By vocabulary."""
@@ -55,18 +57,25 @@ def load_model(folder: str | os.PathLike[str], *, device: torch.device | str = "
 
 
 def find_model(folder: str | os.PathLike[str]) -> Path:
-    """The folder itself if it holds a model, else the newest model in one of its subfolders, as in a run folder."""
+    """The folder itself if it holds a model; of a run folder, the finished model, or else the newest checkpoint."""
     source = Path(folder)
     if not source.is_dir():
         raise ValueError(f"{source} is no folder")
-    if (source / WEIGHTS_FILE).is_file() and (source / CONFIG_FILE).is_file():
-        return source
-    found = [path.parent for path in source.glob(f"**/{WEIGHTS_FILE}") if (path.parent / CONFIG_FILE).is_file()]
-    if not found:
+    for place in (source, source / FINISHED):
+        if _holds_model(place):
+            return place
+    # A name that begins with a dot, or has an ending, is not whole yet or has been put aside.
+    found = [path.parent for path in source.glob(f"**/{WEIGHTS_FILE}") if _holds_model(path.parent)]
+    whole = [path for path in found if not any("." in part for part in path.relative_to(source).parts)]
+    if not whole:
         raise ValueError(f"{source} holds no model: neither it nor a folder in it has {CONFIG_FILE} and {WEIGHTS_FILE}")
     return max(
-        found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.relative_to(source).as_posix())]
+        whole, key=lambda path: [int(number) for number in re.findall(r"\d+", path.relative_to(source).as_posix())]
     )
+
+
+def _holds_model(folder: Path) -> bool:
+    return (folder / WEIGHTS_FILE).is_file() and (folder / CONFIG_FILE).is_file()
 
 
 def tokenizer_name(run: Path, folder: Path, vocabulary: int) -> str:
