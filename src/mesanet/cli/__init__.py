@@ -38,6 +38,7 @@ COMMANDS = {
     "eval": Command("mesanet.cli.eval", "measure a trained model's loss by token position, at any length"),
     "generate": Command("mesanet.cli.generate", "continue a text with a trained model"),
     "model": Command("mesanet.cli.model", "what models are made of: parameter counts"),
+    "sweep": Command("mesanet.cli.sweep", "train with every learning rate of a grid"),
     "train": Command("mesanet.cli.train", "train a model: a preset, or a config file"),
 }
 

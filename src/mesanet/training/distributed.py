@@ -6,6 +6,7 @@ torchrun starts the processes and tells them about each other; torch.distributed
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -122,10 +123,12 @@ def share_model(model: LanguageModel, config: TrainingConfig, processes: Process
     if config.parallel == "ddp":
         from torch.nn.parallel import DistributedDataParallel
 
-        return DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+        return DistributedDataParallel(module, gradient_as_bucket_view=True)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    # The views that it warns of are the blocks' states after the last token, which training has no use for.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(processes.device.type, (processes.count,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

@@ -90,9 +90,9 @@ class Trainer:
         """One step of the optimiser over the rows of all processes; returns the norm of the gradient."""
         device, training = self.processes.device, self.config.training
         parts = split_rows(batch, training.accumulation, device)
-        counts = [(targets >= 0).sum().float() for _, targets in parts]
+        counts = [(targets >= 0).sum().double() for _, targets in parts]
         total = self.processes.sum(torch.stack(counts).sum()).clamp_min(1)
-        loss = torch.zeros((), device=device)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
         for number, (tokens, targets) in enumerate(parts):
             share = counts[number] / total
             with accumulating(self.module, last=number == len(parts) - 1):

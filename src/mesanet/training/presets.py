@@ -12,7 +12,8 @@ from mesanet.config.data import DataConfig, PrepareConfig
 from mesanet.config.model import ModelConfig
 from mesanet.config.training import RunConfig, TrainingConfig
 from mesanet.errors import UserError
-from mesanet.presets import Pattern, pattern
+from mesanet.presets import Pattern
+from mesanet.presets import pattern as pattern
 
 COLUMNS = ("attention", "mamba2", "gla", "mlstm", "deltanet", "gated_deltanet", "hawk", "hawk-mesa", "mesa")
 TUNED = {
@@ -33,6 +34,7 @@ GRIDS = {
 }
 """The learning rates that the paper scanned, by billions of tokens."""
 STDLIB = Path("runs/data/python-stdlib-bytes")
+STDLIB_BPE = Path("runs/data/python-stdlib-bpe1024")
 
 
 def paper(size: str, billions: int, mixers: Pattern = "mesa") -> RunConfig:
@@ -55,19 +57,22 @@ def tuned_rate(size: str, billions: int, mixers: Pattern) -> float:
 
 
 def demo(mixers: Pattern = "mesa") -> RunConfig:
-    """A small model on the running Python's standard library, byte by byte: minutes on two cores."""
+    """A small model on the running Python's standard library: a hundred seconds on two cores."""
     return RunConfig(
-        model=ModelConfig(mixers=pattern(mixers), layers=3, width=128, heads=2, key_size=64, vocabulary=257),
-        data=DataConfig(path=STDLIB, sequence_length=512, batch_size=8),
+        model=ModelConfig(mixers=pattern(mixers), layers=4, width=128, heads=2, key_size=64, vocabulary=1024),
+        data=DataConfig(path=STDLIB_BPE, sequence_length=256, batch_size=16),
         training=TrainingConfig(
-            steps=400,
-            warmup_steps=40,
-            peak_learning_rate=3e-3,
-            validation_interval=100,
-            validation_tokens=1 << 15,
-            checkpoint_interval=100,
+            steps=200,
+            warmup_steps=20,
+            peak_learning_rate=4e-3,
+            validation_interval=50,
+            validation_tokens=1 << 14,
+            checkpoint_interval=50,
+            keep=1,
         ),
-        prepare=stdlib_bytes(),
+        prepare=PrepareConfig(
+            sources=("python-stdlib",), out=STDLIB_BPE, tokenizer="bpe:1024", validation_fraction=0.05
+        ),
     )
 
 
