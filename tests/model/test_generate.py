@@ -12,7 +12,7 @@ from mesanet.config.model import ModelConfig
 from mesanet.model.backbone import LanguageModel
 from mesanet.model.generate import generate, stream
 from mesanet.model.sampling import Sampler, truncated
-from mesanet.model.text import TextStream, stream_text
+from mesanet.model.text import TextStream, stream_text, terminal_safe
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [3]]
 
@@ -162,3 +162,7 @@ def test_text_of_a_model() -> None:
     assert len(pieces) > 10
     with pytest.raises(ValueError, match="the tokenizer has 257 tokens, but the model's vocabulary is only 61"):
         list(stream_text(small("gla"), Bytes(), "ab"))
+
+
+def test_text_cannot_steer_the_terminal() -> None:
+    assert terminal_safe("ä\n\tb\x1b[31m\x07\x9b\r") == "ä\n\tb\ufffd[31m\ufffd\ufffd\ufffd"

@@ -45,16 +45,15 @@ def run(arguments: list[str]) -> None:
     options = parse(Options, arguments, program="mesanet generate")
     from mesanet.data.tokenizer import load_tokenizer
     from mesanet.model.files import find_model, load_model, tokenizer_name
-    from mesanet.model.text import stream_text
+    from mesanet.model.text import stream_text, terminal_safe
 
     folder = find_model(options.model)
     model = load_model(folder, device=options.device)
     model.set_solver(max_steps=options.solver.max_steps, tolerance=options.solver.tolerance)
     name = options.tokenizer or tokenizer_name(options.model, folder, model.config.vocabulary)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    sys.stdout.write(prompt)
-    sys.stdout.flush()
+    shown = terminal_safe if sys.stdout.isatty() else str
+    print(shown(prompt), end="", flush=True)
     for piece in stream_text(model, load_tokenizer(name), prompt, options.generation, options.stop):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+        print(shown(piece), end="", flush=True)
+    print()

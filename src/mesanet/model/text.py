@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -101,6 +102,13 @@ class TextStream:
         text = self._pending[: len(self._pending) - held]
         self._pending = self._pending[len(self._pending) - held :]
         return text
+
+
+def terminal_safe(text: str) -> str:
+    """The text without the control characters by which it could move the cursor or change colours."""
+    return "".join(
+        character if character in "\n\t" or unicodedata.category(character) != "Cc" else "\ufffd" for character in text
+    )
 
 
 def _overlap(text: str, stop: str) -> int:
