@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -76,7 +77,7 @@ class ChunkLayout:
 
     def split(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T, H, ...] -> [R, H, N, C, ...], contiguous, in `dtype`, padded with zeros."""
-        return self.view(self.pad(tensor)).to(dtype, memory_format=torch.contiguous_format).contiguous()
+        return self.view(self.pad(tensor)).to(dtype).contiguous()
 
     def merge(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """[R, H, N, C, ...] -> [B, T, H, ...] in `dtype`, without the padding."""
@@ -104,7 +105,7 @@ def chunk_layout(batch: int, time: int, cu_seqlens: Tensor | None = None, chunk:
         return ChunkLayout(batch=batch, time=time, chunk=chunk, chunks=chunks, segments=(segment,))
 
     bounds = cu_seqlens.tolist()
-    lengths = [end - begin for begin, end in zip(bounds, bounds[1:], strict=False)]
+    lengths = [end - begin for begin, end in pairwise(bounds)]
     chunk = min(chunk, max(1, max(lengths, default=1)))
     segments = []
     places = []

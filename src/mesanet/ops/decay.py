@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mesanet.ops.chunks import ChunkLayout
+from mesanet.ops.workspace import Workspace
 
 
 class ChunkDecay(NamedTuple):
@@ -69,10 +70,10 @@ def _product_after(gates: Tensor, accumulate: Callable[..., Tensor], neutral: fl
 def scan_states(
     left: Tensor,
     right: Tensor,
+    weight: Tensor,
     total: Tensor,
     initial: Tensor,
     layout: ChunkLayout,
-    weight: Tensor | None = None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """States at the start of every chunk, and after the last one.
@@ -85,46 +86,18 @@ def scan_states(
     if out is None:
         out = initial.new_empty(rows, heads, chunks, *initial.shape[2:])
     states, keep = out.flatten(0, 1), total.reshape(rows * heads, chunks, 1, 1)
-    final = initial.clone()
+    workspace = Workspace(initial.dtype, initial.device)
+    final = initial.clone(memory_format=torch.contiguous_format)
     for chunk, segment in layout.forwards():
-        if chunk == segment.begin:
-            states[:, chunk] = initial[segment.sequences].flatten(0, 1)
-        is_last = chunk + 1 == segment.end
-        after = final[segment.sequences].flatten(0, 1) if is_last else states[:, chunk + 1]
-        torch.mul(states[:, chunk], keep[:, chunk], out=after)
-        _add_products(after, left, right, weight, chunk)
+        state = final[segment.sequences].flatten(0, 1)
+        states[:, chunk] = state
+        state.mul_(keep[:, chunk])
+        _add_products(state, left[:, :, chunk], right[:, :, chunk], weight[:, :, chunk], workspace)
     return out, final
 
 
-def scan_states_backwards(
-    left: Tensor,
-    right: Tensor,
-    total: Tensor,
-    final: Tensor,
-    layout: ChunkLayout,
-    weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The same against time: what arrives at the end of every chunk from later ones, and at the start of the first.
-
-    `final` [S, H, K, V] arrives after the last chunk. Returns [R, H, N, K, V] and [S, H, K, V].
-    """
-    rows, heads, chunks = total.shape
-    out = final.new_empty(rows, heads, chunks, *final.shape[2:])
-    arrived, keep = out.flatten(0, 1), total.reshape(rows * heads, chunks, 1, 1)
-    initial = final.clone()
-    for chunk, segment in layout.backwards():
-        if chunk == segment.end - 1:
-            arrived[:, chunk] = final[segment.sequences].flatten(0, 1)
-        is_first = chunk == segment.begin
-        before = initial[segment.sequences].flatten(0, 1) if is_first else arrived[:, chunk - 1]
-        torch.mul(arrived[:, chunk], keep[:, chunk], out=before)
-        _add_products(before, left, right, weight, chunk)
-    return out, initial
-
-
-def _add_products(state: Tensor, left: Tensor, right: Tensor, weight: Tensor | None, chunk: int) -> None:
-    """state [R * H, K, V] += left^T diag(weight) right of one chunk."""
-    left, right = left[:, :, chunk].to(state.dtype), right[:, :, chunk].to(state.dtype)
-    if weight is not None:
-        left = left * weight[:, :, chunk].unsqueeze(-1)
+def _add_products(state: Tensor, left: Tensor, right: Tensor, weight: Tensor, workspace: Workspace) -> None:
+    """state [R * H, K, V] += left^T diag(weight) right of one chunk, [R, H, C, K] and [R, H, C, V]."""
+    left = torch.mul(left, weight.unsqueeze(-1), out=workspace.room("left", *left.shape))
+    right = workspace.room("right", *right.shape).copy_(right)
     state.baddbmm_(left.flatten(0, 1).mT, right.flatten(0, 1))

@@ -66,7 +66,7 @@ def mesa(
         return MesaOutput(output.to(v.dtype), after, torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device))
     layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens)
     symmetric_kk = 0.5 * (state.kk + state.kk.mT)
-    output, kk, kv, steps = ChunkedMesa.apply(
+    output, kk, kv, steps = ChunkedMesa.apply(  # type: ignore[no-untyped-call]
         q, k, v, log_decay, write, ridge, symmetric_kk.to(dtype), state.kv.to(dtype), sign, solver, layout
     )
     return MesaOutput(output, MesaState(kk, kv), steps)

@@ -16,7 +16,7 @@ from mesanet.ops.chunks import ChunkLayout
 from mesanet.ops.mesa_gradient import solve_errors, spread_errors
 from mesanet.ops.mesa_tiles import MesaChunks, Tile
 from mesanet.ops.ridge_system import RidgeSystems
-from mesanet.ops.solver import ConjugateGradient, conjugate_gradient
+from mesanet.ops.solver import ConjugateGradient, solve
 from mesanet.ops.state import MesaState
 
 
@@ -51,7 +51,7 @@ class ChunkedMesa(torch.autograd.Function):
         for tile in tiles:
             systems = chunks.systems(tile)
             rhs = tile.gather(queries, "rhs")
-            solution = conjugate_gradient(systems, rhs, max_steps=solver.max_steps, tolerance=solver.tolerance)
+            solution = solve(systems, rhs, solver, tile.workspace)
             steps[tile.where] = solution.steps
             tile.scatter(output, _read(systems, solution.value, chunks, tile))
             if solved is not None:
@@ -66,8 +66,10 @@ class ChunkedMesa(torch.autograd.Function):
         return layout.unpad(padded_output), after.kk, after.kv, merged_steps
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad_output: Tensor, grad_kk: Tensor, grad_kv: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_output: Tensor, grad_kk: Tensor, grad_kv: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """Gradients for the eight tensors of `forward`."""
         *inputs, solved = ctx.saved_tensors
         layout = ctx.layout

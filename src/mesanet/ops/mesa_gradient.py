@@ -23,7 +23,7 @@ from mesanet.ops.chunks import ChunkLayout
 from mesanet.ops.decay import ChunkDecay, chunk_decay
 from mesanet.ops.mesa_tiles import MesaChunks, Tile
 from mesanet.ops.ridge_system import RidgeSystems
-from mesanet.ops.solver import ConjugateGradient, conjugate_gradient
+from mesanet.ops.solver import ConjugateGradient, solve
 from mesanet.ops.state import MesaState
 from mesanet.ops.workspace import Workspace
 
@@ -57,7 +57,7 @@ def solve_errors(
     through_state = torch.bmm(error, kv.mT, out=room("through_state", *x.shape))
     scores = torch.bmm(error, values.mT, out=room("scores", *systems.weights.shape)).mul_(systems.weights)
     rhs = torch.mul(through_state, systems.from_start, out=room("rhs", *x.shape)).baddbmm_(scores, systems.keys)
-    e_star = conjugate_gradient(systems, rhs, max_steps=solver.max_steps, tolerance=solver.tolerance).value
+    e_star = solve(systems, rhs, solver, tile.workspace).value
     through_state.baddbmm_(e_star, systems.kk, alpha=-1)
     owed = through_state.mul_(x).sum(-1).mul_(systems.from_start.squeeze(-1))
     grad_ridge = torch.mul(x, e_star, out=through_state).sum(1).neg_()
@@ -96,7 +96,9 @@ def spread_errors(
                 later = MesaState(*(tensor[sequences].flatten(0, 1).clone() for tensor in arriving))
             here = (*block, chunk)
             piece = _ChunkErrors.gather(chunks, here, x, errors, solved_errors, owed, workspace)
-            for grad, own in zip((grad_keys, grad_values, grad_log_decay, grad_write), piece.gradients(later), strict=True):
+            for grad, own in zip(
+                (grad_keys, grad_values, grad_log_decay, grad_write), piece.gradients(later), strict=True
+            ):
                 grad[here] = own.view(grad[here].shape)
             piece.carry(later)
             if chunk == segment.begin:
@@ -190,7 +192,9 @@ class _ChunkErrors(NamedTuple):
     def carry(self, later: MesaState) -> None:
         """Turn what arrives at the end of the chunk into what arrives at its start, in place."""
         total = self.decay.from_start[:, -1, None, None]
-        seen = torch.mul(self.x, self.decay.from_start.unsqueeze(-1), out=self.workspace.room("given", *self.x.shape)).mT
+        seen = torch.mul(
+            self.x, self.decay.from_start.unsqueeze(-1), out=self.workspace.room("given", *self.x.shape)
+        ).mT
         later.kv.mul_(total).baddbmm_(seen, self.e)
         later.kk.mul_(total).baddbmm_(seen, self.e_star, alpha=-1)
 

@@ -122,8 +122,8 @@ class MesaChunks:
         bank = torch.empty(*keys.shape[:3], size + layout.chunk, size, dtype=dtype, device=k.device)
         bank[..., size:, :] = keys
         keys = bank[..., size:, :]
-        _, kk_after = scan_states(keys, keys, total, state.kk, layout, weight, out=bank[..., :size, :])
-        kv, kv_after = scan_states(keys, values, total, state.kv, layout, weight)
+        _, kk_after = scan_states(keys, keys, weight, total, state.kk, layout, out=bank[..., :size, :])
+        kv, kv_after = scan_states(keys, values, weight, total, state.kv, layout)
         chunks = MesaChunks(
             bank=bank.flatten(0, 2),
             kv=kv.flatten(0, 2),
@@ -143,9 +143,7 @@ class MesaChunks:
     def from_tensors(tensors: list[Any]) -> MesaChunks:
         """The inverse of `tensors`."""
         bank, kv, values, log_decay, write, sign, ridge = tensors
-        return MesaChunks(
-            bank=bank, kv=kv, values=values, log_decay=log_decay, write=write, sign=sign, ridge=ridge
-        )
+        return MesaChunks(bank=bank, kv=kv, values=values, log_decay=log_decay, write=write, sign=sign, ridge=ridge)
 
     @property
     def grid(self) -> tuple[int, int, int]:

@@ -23,14 +23,17 @@ SLOW = 0.25
 class Preconditioner:
     """The inverse of all the systems of a chunk at once, exact but for how the regulariser fades within the chunk.
 
-    Divided by from_start_t, the systems differ by a key each and by ridge / from_start_t. With that last term held at its
-    value in mid-chunk they are nested, M_t^-1 = M_0^-1 + sum_{s <= t} a_s a_s^T with a_s = sqrt(write_s / from_start_s) k_s
-    and M_0 = (H + ridge / from_start_mid)^-1, and one Cholesky factorisation L L^T = I + a M_0 a^T inverts them all:
+    Divided by from_start_t, the systems differ by a key each and by ridge / from_start_t. With that last term held at
+    its value in mid-chunk they are nested: with a_s = sqrt(write_s / from_start_s) k_s,
+
+        M_t^-1 = M_0^-1 + sum_{s <= t} a_s a_s^T,    M_0 = (H + ridge / from_start_mid)^-1,
+
+    and one Cholesky factorisation L L^T = I + a M_0 a^T inverts them all:
 
         M_t = M_0 - sum_{s <= t} u_s u_s^T,    u = L^-1 a M_0.
 
-    The eigenvalues of M_t A_t / from_start_t then lie within the ratio of from_start_mid to from_start_t of one, whatever
-    the keys are. See docs/maths.md, "The preconditioner".
+    The eigenvalues of M_t A_t / from_start_t then lie between one and from_start_mid / from_start_t, whatever the keys
+    are. See docs/maths.md, "The preconditioner".
     """
 
     def __init__(self, bank: Tensor, from_start: Tensor, write: Tensor, ridge: Tensor) -> None:
@@ -82,6 +85,7 @@ class RidgeSystems:
         self._scores = workspace.room("scores", problems, chunk, chunk)
         self._product = workspace.room("product", problems, chunk, size)
         self._direction = workspace.room("direction", problems, chunk, size)
+        self._solution = workspace.room("solution", problems, chunk, size)
 
     def matvec(self, vector: Tensor) -> Tensor:
         """(H_t + ridge) vector_t for every token."""
@@ -107,21 +111,24 @@ class RidgeSystems:
         """The paper's start value rhs / diag(H_t + ridge), or the preconditioner's answer where there is one."""
         answer = self.precondition(rhs)
         if answer is None or self.preconditioner is None:
-            x = rhs / self._diagonal()
+            x = self._plain_start(rhs)
             return x, self.matvec(x)
-        x = answer / self.from_start
+        x = torch.div(answer, self.from_start, out=self._solution)
         product = self.matvec(x)
         # Rounding can spoil the inverse of an extremely ill-conditioned state; such a chunk goes on without.
         missed = torch.linalg.vector_norm(torch.sub(rhs, product, out=self._direction), dim=-1)
         sound = (missed <= 2 * torch.linalg.vector_norm(rhs, dim=-1)).all(dim=-1)
         if not bool(sound.all()):
             self.preconditioner.disable(~sound)
-            x = torch.where(sound[:, None, None], x, rhs / self._diagonal())
+            good = x[sound]
+            x = self._plain_start(rhs)
+            x[sound] = good
             product = self.matvec(x)
         return x, product
 
-    def _diagonal(self) -> Tensor:
-        """diag(H_t + ridge) for every token, [n, C, K]."""
+    def _plain_start(self, rhs: Tensor) -> Tensor:
+        """rhs / diag(H_t + ridge) for every token, [n, C, K]."""
         state = self.kk.diagonal(dim1=1, dim2=2).unsqueeze(1)
-        torch.addcmul(self.ridge, self.from_start, state, out=self._product)
-        return self._product.baddbmm_(self.weights, torch.square(self.keys))
+        diagonal = torch.addcmul(self.ridge, self.from_start, state, out=self._product)
+        diagonal.baddbmm_(self.weights, torch.square(self.keys, out=self._direction))
+        return torch.div(rhs, diagonal, out=self._solution)

@@ -8,6 +8,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from mesanet.ops.workspace import Workspace
+
 Preconditioning = Literal["auto"]
 
 
@@ -39,7 +41,7 @@ class Systems(Protocol):
         """A times the vector, row by row; the next call may overwrite what this one returned."""
 
     def start(self, rhs: Tensor) -> tuple[Tensor, Tensor]:
-        """A new tensor with a first guess of the solution, and A times it; the latter may be overwritten likewise."""
+        """A first guess of the solution, which the solver will improve in place, and A times it, overwritten likewise."""
 
     def precondition(self, residual: Tensor) -> Tensor | None:
         """About A^-1 times the residual, by a positive definite map, or None to do without; overwritten likewise."""
@@ -56,14 +58,16 @@ class Solution(NamedTuple):
     """[...] the final ||b - A x|| / ||b|| by the solver's own recurrence; 0 for a right-hand side of zero."""
 
 
-def conjugate_gradient(systems: Systems, rhs: Tensor, *, max_steps: int, tolerance: float) -> Solution:
-    """Solve A x = rhs for every row of `rhs` [..., K]; `rhs` is used up.
+def conjugate_gradient(
+    systems: Systems, rhs: Tensor, *, max_steps: int, tolerance: float, workspace: Workspace
+) -> Solution:
+    """Solve A x = rhs for every row of `rhs` [..., K]; `rhs` is used up, and the solution lies in the workspace.
 
     A row that has converged is frozen: its step length is zero from then on, whatever its neighbours do. Each right-hand
     side is divided by its largest entry first, so that no square below can overflow or underflow for its scale; no
     absolute constant is added anywhere.
     """
-    scratch = torch.abs(rhs)
+    scratch = torch.abs(rhs, out=workspace.room("scratch", *rhs.shape))
     scale = scratch.amax(dim=-1, keepdim=True)
     scale = torch.where(scale > 0, scale, 1.0)
     r = rhs.div_(scale)
@@ -75,7 +79,7 @@ def conjugate_gradient(systems: Systems, rhs: Tensor, *, max_steps: int, toleran
     r.sub_(a_x)
     residual = _norm(r)
     z = systems.precondition(r)
-    p = (r if z is None else z).clone()
+    p = workspace.room("p", *rhs.shape).copy_(r if z is None else z)
     rho = residual.square() if z is None else _dot(r, z, scratch)
     for _ in range(max_steps):
         if tolerance > 0:
@@ -97,6 +101,11 @@ def conjugate_gradient(systems: Systems, rhs: Tensor, *, max_steps: int, toleran
         torch.addcmul(r if z is None else z, _ratio(next_rho, rho), p, out=p)
         rho = next_rho
     return Solution(x.mul_(scale), steps.squeeze(-1), _ratio(residual, rhs_norm).squeeze(-1))
+
+
+def solve(systems: Systems, rhs: Tensor, solver: ConjugateGradient, workspace: Workspace) -> Solution:
+    """Conjugate gradient with the settings of `solver`."""
+    return conjugate_gradient(systems, rhs, max_steps=solver.max_steps, tolerance=solver.tolerance, workspace=workspace)
 
 
 def _norm(vector: Tensor) -> Tensor:

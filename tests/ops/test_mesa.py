@@ -1,0 +1,171 @@
+"""The chunkwise Mesa rule in float64 against the token-by-token reference, however its tokens are cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mesanet.ops import reference
+from mesanet.ops.mesa import mesa
+from mesanet.ops.solver import ConjugateGradient
+from mesanet.ops.state import MesaState
+from tests.ops.mesa_cases import EXACT, concatenated, gradients, make_inputs
+
+# A residual of 1e-13 times a condition number of a few hundred, and as many roundings.
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@pytest.mark.parametrize("key", [1, 16, 60, 64, 128, 192])
+@pytest.mark.parametrize("time", [1, 2, 63, 64, 65, 200, 1000])
+def test_chunked_is_reference(time: int, key: int) -> None:
+    inputs = make_inputs(1, time, 2, key, key + 3)
+    expected, after = reference.mesa(*inputs[:6], inputs.state)
+    got = mesa(*inputs[:6], inputs.state, solver=EXACT)
+    torch.testing.assert_close(got.output, expected, **CLOSE)
+    torch.testing.assert_close(got.state.kk, after.kk, **CLOSE)
+    torch.testing.assert_close(got.state.kv, after.kv, **CLOSE)
+
+
+@pytest.mark.parametrize("preconditioner", ["auto", None])
+@pytest.mark.parametrize("time", [1, 63, 64, 130])
+def test_gradients_are_those_of_the_exact_solve(time: int, preconditioner: str | None) -> None:
+    inputs = make_inputs(2, time, 2, 8, 5).with_grad()
+    grad_output = torch.randn(2, time, 2, 5, dtype=torch.float64)
+    solver = ConjugateGradient(max_steps=500, tolerance=1e-13, preconditioner=preconditioner)
+    got = mesa(*inputs[:6], inputs.state, solver=solver)
+    expected = reference.mesa(*inputs[:6], inputs.state)
+    for ours, theirs in zip(
+        gradients(inputs, got.output, got.state, grad_output), gradients(inputs, *expected, grad_output), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, [0, 2, 2, 5]])
+def test_gradcheck(cu_seqlens: list[int] | None) -> None:
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens)
+    inputs = make_inputs(1, 5, 2, 3, 2, sequences=None if bounds is None else 3).with_grad()
+
+    def outputs(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        got = mesa(*tensors[:6], MesaState(*tensors[6:]), solver=EXACT, cu_seqlens=bounds)
+        return got.output, got.state.kk, got.state.kv
+
+    assert torch.autograd.gradcheck(outputs, tuple(inputs))
+
+
+def test_gradcheck_across_chunks() -> None:
+    inputs = make_inputs(1, 67, 2, 3, 2).with_grad()
+
+    def outputs(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        got = mesa(*tensors[:6], MesaState(*tensors[6:]), solver=EXACT)
+        return got.output, got.state.kk, got.state.kv
+
+    assert torch.autograd.gradcheck(outputs, tuple(inputs), fast_mode=True)
+
+
+@settings(max_examples=12)
+@given(st.lists(st.integers(0, 150), max_size=4), st.integers(0, 2**31))
+def test_whole_is_split(cuts: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    inputs = make_inputs(2, 150, 2, 6, 4).with_grad()
+    whole = mesa(*inputs[:6], inputs.state, solver=EXACT)
+    state, parts = inputs.state, []
+    for begin, end in pairwise([0, *sorted(cuts), 150]):
+        pieces = [tensor[:, begin:end] for tensor in inputs.sequences]
+        parts.append(mesa(*pieces, inputs.ridge, state, solver=EXACT))
+        state = parts[-1].state
+    _assert_same(inputs, whole.output, whole.state, concatenated(parts), state)
+
+
+def test_whole_is_token_by_token() -> None:
+    inputs = make_inputs(2, 70, 2, 6, 4).with_grad()
+    whole = mesa(*inputs[:6], inputs.state, solver=EXACT)
+    state, parts = inputs.state, []
+    for token in range(70):
+        pieces = [tensor[:, token : token + 1] for tensor in inputs.sequences]
+        parts.append(mesa(*pieces, inputs.ridge, state, solver=EXACT))
+        state = parts[-1].state
+    _assert_same(inputs, whole.output, whole.state, concatenated(parts), state)
+
+
+@settings(max_examples=12)
+@given(st.lists(st.integers(0, 140), min_size=1, max_size=5), st.integers(0, 2**31))
+def test_packed_is_separate(lengths: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    inputs = make_inputs(1, int(bounds[-1]), 2, 6, 4, sequences=len(lengths)).with_grad()
+    packed = mesa(*inputs[:6], inputs.state, solver=EXACT, cu_seqlens=bounds)
+    parts = []
+    for row, (begin, end) in enumerate(pairwise(bounds.tolist())):
+        pieces = [tensor[:, begin:end] for tensor in inputs.sequences]
+        own = MesaState(inputs.kk[row : row + 1], inputs.kv[row : row + 1])
+        parts.append(mesa(*pieces, inputs.ridge, own, solver=EXACT))
+    state = MesaState(torch.cat([part.state.kk for part in parts]), torch.cat([part.state.kv for part in parts]))
+    _assert_same(inputs, packed.output, packed.state, concatenated(parts), state)
+
+
+def test_packed_tokens_never_see_another_sequence() -> None:
+    inputs = make_inputs(1, 90, 2, 6, 4, sequences=2)
+    bounds = torch.tensor([0, 40, 90])
+    before = mesa(*inputs[:6], inputs.state, cu_seqlens=bounds)
+    others = [tensor.clone() for tensor in inputs.sequences]
+    for tensor in others:
+        tensor[:, :40] = torch.rand_like(tensor[:, :40])
+    others[3][:, :40] *= -1
+    after = mesa(*others, inputs.ridge, inputs.state, cu_seqlens=bounds)
+    assert torch.equal(before.output[:, 40:], after.output[:, 40:])
+    assert torch.equal(before.steps[:, 40:], after.steps[:, 40:])
+    assert torch.equal(before.state.kv[1], after.state.kv[1])
+
+
+@pytest.mark.parametrize("time", [5, 130])
+def test_negative_gates(time: int) -> None:
+    inputs = make_inputs(2, time, 2, 6, 4, ridge=(50.0, 60.0)).with_grad()
+    sign = torch.where(torch.rand(2, time, 2) < 0.5, -1.0, 1.0).double()
+    grad_output = torch.randn(2, time, 2, 4, dtype=torch.float64)
+    got = mesa(*inputs[:6], inputs.state, solver=EXACT, sign=sign)
+    expected, after = reference.mesa(*inputs[:6], inputs.state, sign=sign)
+    torch.testing.assert_close(got.output, expected, **CLOSE)
+    for ours, theirs in zip(
+        gradients(inputs, got.output, got.state, grad_output),
+        gradients(inputs, expected, after, grad_output),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("backend", ["chunked", "reference", "auto"])
+def test_backends_agree(backend: str) -> None:
+    inputs = make_inputs(2, 20, 2, 6, 4)
+    got = mesa(*inputs[:6], inputs.state, solver=EXACT, backend=backend)
+    torch.testing.assert_close(got.output, reference.mesa(*inputs[:6], inputs.state)[0], **CLOSE)
+
+
+def test_no_steps_is_the_papers_start_value() -> None:
+    inputs = make_inputs(1, 80, 2, 6, 4)
+    got = mesa(*inputs[:6], inputs.state, solver=ConjugateGradient(max_steps=0))
+    diagonal, kv = inputs.kk.diagonal(dim1=-2, dim2=-1), inputs.kv
+    for token in range(80):
+        gamma, write = inputs.log_decay[:, token].exp(), inputs.write[:, token]
+        k, v = inputs.k[:, token], inputs.v[:, token]
+        diagonal = gamma[..., None] * diagonal + write[..., None] * k.square()
+        kv = gamma[..., None, None] * kv + write[..., None, None] * k[..., :, None] * v[..., None, :]
+        solved = inputs.q[:, token] / (diagonal + inputs.ridge)
+        torch.testing.assert_close(got.output[:, token], (kv * solved[..., None]).sum(-2), **CLOSE)
+    assert not got.steps.any()
+
+
+def _assert_same(inputs: object, output: Tensor, state: MesaState, other: Tensor, other_state: MesaState) -> None:
+    """Outputs, states and the gradients for every input agree."""
+    torch.testing.assert_close(output, other, **CLOSE)
+    torch.testing.assert_close(state.kk, other_state.kk, **CLOSE)
+    torch.testing.assert_close(state.kv, other_state.kv, **CLOSE)
+    grad_output = torch.randn_like(output)
+    ours = gradients(inputs, output, state, grad_output)  # type: ignore[arg-type]
+    theirs = gradients(inputs, other, other_state, grad_output)  # type: ignore[arg-type]
+    for one, another in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, another, **CLOSE)
