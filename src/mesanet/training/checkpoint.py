@@ -11,6 +11,7 @@ too, and removed by the next run.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -56,6 +57,7 @@ class Checkpoints:
         self._processes.from_first(lambda: start_folder(partial))
         state = collect_state(model, optimiser, step, self._processes.device)
         try:
+            self._processes.from_first(lambda: check_room(partial, state, model))
             self._write_state(state, partial / STATE)
             weights = gather_weights(model, keep=self._processes.first)
             self._processes.from_first(lambda: self._finish(partial, target, model, weights))
@@ -274,8 +276,21 @@ def set_random_state(state: dict[str, Tensor]) -> None:
 
 
 def cause_of(error: CheckpointException) -> Exception:
-    """The ordinary exception of the first process that failed."""
-    for cause, _ in error.failures.values():
-        if isinstance(cause, Exception):
-            return cause
-    return UserError(str(error))
+    """The ordinary exception of the first process that failed: the operating system's own, if that was behind it."""
+    causes = [cause for cause, _ in error.failures.values() if isinstance(cause, Exception)]
+    for cause in causes:
+        inner: BaseException | None = cause
+        while inner is not None and not isinstance(inner, OSError):
+            # torch's serialisation turns a failed write into a complaint about the position in the file.
+            inner = inner.__cause__ or inner.__context__
+        if isinstance(inner, OSError):
+            return inner
+    return causes[0] if causes else UserError(str(error))
+
+
+def check_room(folder: Path, state: dict[str, Any], model: LanguageModel) -> None:
+    """Refuse to begin what can't fit on the disk, so that the error is the same in every process."""
+    moments = (tensor for entry in state["optimiser"].values() for tensor in entry.values())
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in (*moments, *model.state_dict().values()))
+    if shutil.disk_usage(folder).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))

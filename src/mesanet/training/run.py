@@ -16,6 +16,7 @@ from mesanet.data.layout import INDEX
 from mesanet.data.loader import make_batches
 from mesanet.errors import UserError
 from mesanet.io import sync_folder
+from mesanet.mixers import mixer_class
 from mesanet.model.files import CONFIG_FILE, WEIGHTS_FILE
 from mesanet.training.checkpoint import CHECKPOINTS, list_checkpoints
 from mesanet.training.distributed import Processes, connect
@@ -57,9 +58,9 @@ def train(
         quiet = quiet or not processes.first
         try:
             dataset = prepared(config, processes, quiet=quiet)
+            check_data(config, dataset, processes)
             with locked(folder) if processes.first else nullcontext():
                 processes.from_first(lambda: claim(folder, config, dataset.fingerprint, resume=resume))
-                check_data(config, dataset, processes)
                 run(config, folder, dataset, processes, quiet=quiet)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -90,6 +91,8 @@ def check_data(config: RunConfig, dataset: Dataset, processes: Processes) -> Non
             f"model.vocabulary: got {config.model.vocabulary}, but the tokenizer of {config.data.path} has "
             f"{dataset.vocabulary} tokens; set it to that"
         )
+    for name in config.model.mixers:
+        mixer_class(name)
     make_batches(dataset, config.data).batch(0, processes.rank, processes.count)
 
 

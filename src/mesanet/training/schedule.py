@@ -15,6 +15,7 @@ def learning_rate(config: TrainingConfig, steps: int, step: int) -> float:
     peak, warmup, last = config.peak_learning_rate, config.warmup_steps, steps - 1
     if step < warmup:
         return config.start_learning_rate + (peak - config.start_learning_rate) * (step / warmup)
-    done = (step - warmup) / (last - warmup) if last > warmup else 1.0
+    done = (step - warmup) / (last - warmup) if last > warmup else 0.0
     final = config.final_fraction * peak
-    return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * done))
+    cosine = 0.5 * (1 + math.cos(math.pi * done))
+    return peak * cosine + final * (1 - cosine)
