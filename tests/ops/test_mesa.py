@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.ops.mesa_cases import EXACT, concatenated, gradients, make_inputs
 from torch import Tensor
 
 from mesanet.ops import reference
 from mesanet.ops.mesa import mesa
 from mesanet.ops.solver import ConjugateGradient
 from mesanet.ops.state import MesaState
-from tests.ops.mesa_cases import EXACT, concatenated, gradients, make_inputs
 
 # A residual of 1e-13 times a condition number of a few hundred, and as many roundings.
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

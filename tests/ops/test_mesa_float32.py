@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.ops.mesa_cases import EXACT, Inputs, gradients, make_inputs, relative_error, unit_keys
 from torch import Tensor
 
 from mesanet.ops.chunks import chunk_layout
@@ -13,7 +14,6 @@ from mesanet.ops.mesa import mesa
 from mesanet.ops.mesa_tiles import MesaChunks
 from mesanet.ops.solver import ConjugateGradient, solve
 from mesanet.ops.state import MesaState
-from tests.ops.mesa_cases import EXACT, Inputs, gradients, make_inputs, relative_error, unit_keys
 
 FINE = ConjugateGradient(max_steps=200, tolerance=1e-6)
 ORDINARY = {"gamma": (0.8, 1.0), "ridge": (0.25, 1.0)}

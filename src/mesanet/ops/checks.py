@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
 
 
 def check_shape(name: str, tensor: object, expected: str, **sizes: int) -> None:
-    """Refuse anything but a tensor of the shape that `expected` spells, as in `check_shape("k", k, "B T H K", B=2, ...)`."""
+    """Refuse anything but a tensor of the shape that `expected` spells; `check_shape("k", k, "B T", B=2)`."""
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: got {type(tensor).__name__}, expected a tensor [{expected.replace(' ', ', ')}]")
     letters = expected.split()

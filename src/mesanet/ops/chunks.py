@@ -1,9 +1,9 @@
 """Cutting sequences into chunks of equal length, and putting them together again.
 
-Every chunkwise op works on tensors [R, H, N, C, X]: R rows of N chunks each, C tokens a chunk. A dense batch has a row for
-each sequence. Packed sequences (`cu_seqlens`) share one row, and each starts in a chunk of its own, so that no chunk ever
-holds two of them. The last chunk of a sequence is filled up with zeros: a token whose keys, values and write gate are
-zero and whose log decay is zero changes no state.
+Every chunkwise op works on tensors [R, H, N, C, X]: R rows of N chunks each, C tokens a chunk. A dense batch has a row
+for each sequence. Packed sequences (`cu_seqlens`) share one row, and each starts in a chunk of its own, so that no
+chunk ever holds two of them. The last chunk of a sequence is filled up with zeros: a token whose keys, values and
+write gate are zero and whose log decay is zero changes no state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
-"""Tokens per chunk: long enough for matrix products to run at full speed, short enough that the C x C part stays small."""
+"""Tokens per chunk: long enough for fast matrix products, short enough that the C x C part stays small."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,8 @@ class ChunkLayout:
 
     def view(self, tensor: Tensor) -> Tensor:
         """[R, N * C, H, ...] as [R, H, N, C, ...], sharing its memory."""
-        return tensor.unflatten(1, (self.chunks, self.chunk)).movedim(3, 1)
+        chunked: Tensor = tensor.unflatten(1, (self.chunks, self.chunk))
+        return chunked.movedim(3, 1)
 
     def split(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """[B, T, H, ...] -> [R, H, N, C, ...], contiguous, in `dtype`, padded with zeros."""

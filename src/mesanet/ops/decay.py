@@ -35,8 +35,8 @@ def chunk_decay(log_decay: Tensor, sign: Tensor | None = None, within: Tensor | 
 def decay_within(log_decay: Tensor, sign: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """zeta [..., C, C]: the product of the gates s+1..t at row t and column s <= t, and zero elsewhere.
 
-    It is the exponential of a sum over exactly those tokens. Differences of a running sum would be cheaper, but they lose
-    digits after a strong gate, and are NaN after a gate of zero (minus infinity minus minus infinity).
+    It is the exponential of a sum over exactly those tokens. Differences of a running sum would be cheaper, but they
+    lose digits after a strong gate, and are NaN after a gate of zero (minus infinity minus minus infinity).
     """
     chunk = log_decay.shape[-1]
     below = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device).tril_(-1)
@@ -78,9 +78,9 @@ def scan_states(
 ) -> tuple[Tensor, Tensor]:
     """States at the start of every chunk, and after the last one.
 
-    `left` [R, H, N, C, K] and `right` [R, H, N, C, V] are what each chunk adds, as left^T right, each token's share times
-    its `weight` [R, H, N, C]; `total` [R, H, N] is how much of the state a chunk keeps; `initial` [S, H, K, V]. Returns
-    [R, H, N, K, V], in `out` if given, and [S, H, K, V].
+    `left` [R, H, N, C, K] and `right` [R, H, N, C, V] are what each chunk adds, as left^T right, each token's share
+    times its `weight` [R, H, N, C]; `total` [R, H, N] is how much of the state a chunk keeps; `initial` [S, H, K, V].
+    Returns [R, H, N, K, V], in `out` if given, and [S, H, K, V].
     """
     rows, heads, chunks = total.shape
     if out is None:

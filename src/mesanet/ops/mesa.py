@@ -50,10 +50,10 @@ def mesa(
 ) -> MesaOutput:
     """Solve the ridge regression over all the tokens so far at every token, and read it out with the query.
 
-    Takes q, k [B, T, H, K], v [B, T, H, V], log_decay and write [B, T, H], ridge [H, K] and a state of B rows, or of S rows
-    where `cu_seqlens` [S + 1] packs S sequences end to end in a batch of one. T = 1 with a state is one step of decoding.
-    `sign` [B, T, H] of +1 and -1 makes forget gates negative; the ridge must then be large enough to keep the systems
-    positive definite.
+    Takes q, k [B, T, H, K], v [B, T, H, V], log_decay and write [B, T, H], ridge [H, K] and a state of B rows, or of S
+    rows where `cu_seqlens` [S + 1] packs S sequences end to end in a batch of one. T = 1 with a state is one step of
+    decoding. `sign` [B, T, H] of +1 and -1 makes forget gates negative; the ridge must then be large enough to keep
+    the systems positive definite.
     """
     sizes = check_mesa(q, k, v, log_decay, write, ridge, state, cu_seqlens, backend, sign)
     dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32

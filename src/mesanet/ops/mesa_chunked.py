@@ -1,7 +1,7 @@
 """The Mesa rule over tiles of chunks, with the implicit gradient.
 
-The gradient of a solution of A x = q needs no look at how it was found: one more solve with the same matrix, for the error
-that comes in, gives all of it. Derivations are in docs/maths.md.
+The gradient of a solution of A x = q needs no look at how it was found: one more solve with the same matrix, for the
+error that comes in, gives all of it. Derivations are in docs/maths.md.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def solve_errors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The second solve for a tile.
 
-    Returns e* [n, C, K], what each token's loss owes to the state at the start of its chunk [n, C], and the gradient for
-    the ridge [n, K]. `errors` are [R, H, N, C, V], `solved` [P, C, K].
+    Returns e* [n, C, K], what each token's loss owes to the state at the start of its chunk [n, C], and the gradient
+    for the ridge [n, K]. `errors` are [R, H, N, C, V], `solved` [P, C, K].
     """
     room = tile.workspace.room
     kv, x = tile.take(chunks.kv, "kv"), tile.take(solved, "x")
@@ -76,8 +76,8 @@ def spread_errors(
     """Gradients of everything but the queries and the ridge, chunk by chunk against the order of time.
 
     `errors` [R, H, N, C, V] come in at the output, `arriving` [S, H, ...] at the state after the last token; `solved`
-    [P, C, K], `solved_errors` [R, H, N, C, K] and `owed` [P, C] are what `solve_errors` takes and gives. What reaches the end of a chunk
-    from later tokens is carried along, so no more than one chunk of it is ever held.
+    [P, C, K], `solved_errors` [R, H, N, C, K] and `owed` [P, C] are what `solve_errors` takes and gives. What reaches
+    the end of a chunk from later tokens is carried along, so no more than one chunk of it is ever held.
     """
     rows, heads, count = chunks.grid
     time, dtype, device = count * layout.chunk, solved.dtype, solved.device

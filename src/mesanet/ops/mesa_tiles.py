@@ -81,8 +81,10 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True)
 class MesaChunks:
-    """The inputs of the rule cut into P = R * H * N problems, and the states at the start of each; all but the values in
-    the solver's dtype."""
+    """The inputs of the rule cut into P = R * H * N problems, and the states at the start of each.
+
+    All but the values are in the solver's dtype.
+    """
 
     bank: Tensor
     """[P, K + C, K] the state H at the start of the chunk above the keys of its tokens."""

@@ -17,7 +17,7 @@ from mesanet.ops.spd_inverse import spd_inverse
 from mesanet.ops.workspace import Workspace
 
 SLOW = 0.25
-"""A chunk that keeps at least this much of its state gets a preconditioner; one that keeps less converges fast without."""
+"""A chunk that keeps at least this much of its state gets a preconditioner; others converge fast without."""
 
 
 class Preconditioner:

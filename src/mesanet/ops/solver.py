@@ -41,7 +41,7 @@ class Systems(Protocol):
         """A times the vector, row by row; the next call may overwrite what this one returned."""
 
     def start(self, rhs: Tensor) -> tuple[Tensor, Tensor]:
-        """A first guess of the solution, which the solver will improve in place, and A times it, overwritten likewise."""
+        """A first guess, which the solver will improve in place, and A times it, which may be overwritten likewise."""
 
     def precondition(self, residual: Tensor) -> Tensor | None:
         """About A^-1 times the residual, by a positive definite map, or None to do without; overwritten likewise."""
@@ -63,9 +63,9 @@ def conjugate_gradient(
 ) -> Solution:
     """Solve A x = rhs for every row of `rhs` [..., K]; `rhs` is used up, and the solution lies in the workspace.
 
-    A row that has converged is frozen: its step length is zero from then on, whatever its neighbours do. Each right-hand
-    side is divided by its largest entry first, so that no square below can overflow or underflow for its scale; no
-    absolute constant is added anywhere.
+    A row that has converged is frozen: its step length is zero from then on, whatever its neighbours do. Each
+    right-hand side is divided by its largest entry first, so that no square below can overflow or underflow for its
+    scale; no absolute constant is added anywhere.
     """
     scratch = torch.abs(rhs, out=workspace.room("scratch", *rhs.shape))
     scale = scratch.amax(dim=-1, keepdim=True)
