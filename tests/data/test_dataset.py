@@ -12,6 +12,7 @@ import pytest
 from tests.data.conftest import make_texts
 
 from mesanet.data import DamagedShardError, Dataset, open_dataset
+from mesanet.data.layout import file_digest
 from mesanet.errors import UserError
 
 
@@ -53,10 +54,12 @@ def test_damage_is_refused_by_name(
 def test_checksums_are_asked_for_once_and_on_request(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (copy / "verified.json").unlink(missing_ok=True)
     read: list[str] = []
-    from mesanet.data import dataset
 
-    original = dataset.file_digest
-    monkeypatch.setattr(dataset, "file_digest", lambda path: read.append(path.name) or original(path))
+    def watched(path: Path) -> str:
+        read.append(path.name)
+        return file_digest(path)
+
+    monkeypatch.setattr("mesanet.data.dataset.file_digest", watched)
     open_dataset(copy, verify=False)
     assert not read
     open_dataset(copy)

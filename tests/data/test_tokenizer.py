@@ -78,7 +78,9 @@ def test_very_long_white_space(tokenizers: dict[str, Tokenizer], text: str) -> N
     from tokenizers import models, pre_tokenizers
 
     folder = _package_data()
-    merges = [tuple(line.split(" ")) for line in (folder / "vocab.bpe").read_text("utf-8").splitlines()[1:]]
+    # The merges begin with a line that names the format, and the file ends with a line end.
+    lines = (folder / "vocab.bpe").read_text("utf-8").split("\n")[1:-1]
+    merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
     vocabulary = json.loads((folder / "encoder.json").read_text("utf-8"))
     peer = LibraryTokenizer(models.BPE(vocab=vocabulary, merges=merges))
     peer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

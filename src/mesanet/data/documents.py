@@ -16,7 +16,7 @@ from mesanet.errors import UserError
 
 MEBIBYTE = 1 << 20
 # A record longer than this is taken for a broken file; a few of them at once still fit in the memory that is promised.
-LONGEST_LINE = 32 * MEBIBYTE
+LONGEST_LINE = 16 * MEBIBYTE
 
 BlockKind = Literal["lines", "text", "texts"]
 

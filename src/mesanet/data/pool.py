@@ -10,13 +10,16 @@ import threading
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from mesanet.data.documents import Block, Documents, Reading, tokenise
+from mesanet.data.documents import MEBIBYTE, Block, Documents, Reading, tokenise
 from mesanet.data.tokenizer import Tokenizer
 from mesanet.data.worker import Message, block_message, documents_of, receive, send, settings_message
 from mesanet.errors import UserError
 
 # Blocks that wait at each worker beside the one that it works on, so that it never waits for the reading.
 AHEAD = 1
+# Bytes under way at which nothing more is read: a block is a mebibyte, but one long document can be sixteen, and
+# takes many times that while it is tokenised.
+BYTES_UNDER_WAY = 12 * MEBIBYTE
 
 
 def tokenise_all(
@@ -59,6 +62,7 @@ class _Pool:
         self._changed = threading.Condition()
         self._answers: dict[int, tuple[Block | None, Message | BaseException]] = {}
         self._read, self._given, self._limit = 0, 0, workers * (2 + AHEAD)
+        self._bytes, self._byte_limit = 0, max(BYTES_UNDER_WAY, 2 * workers * (2 + AHEAD) * MEBIBYTE)
         self._end: int | None = None
         self._closed = False
         self._processes = [self._start(settings) for _ in range(workers)]
@@ -79,6 +83,7 @@ class _Pool:
                 self._changed.wait()
             block, answer = self._answers.pop(self._given)
             self._given += 1
+            self._bytes -= 0 if block is None else len(block.payload)
             self._changed.notify_all()
         if block is None:
             assert isinstance(answer, BaseException)
@@ -135,7 +140,7 @@ class _Pool:
         """Read the next block of the sources and note who works on it; None at the end."""
         with self._reading:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._read - self._given < self._limit)
+                self._changed.wait_for(lambda: self._closed or self._has_room())
                 if self._closed or self._end is not None:
                     return None
             try:
@@ -149,8 +154,12 @@ class _Pool:
             with self._changed:
                 waiting.append((self._read, block))
                 self._read += 1
+                self._bytes += len(block.payload)
                 self._changed.notify_all()
             return block
+
+    def _has_room(self) -> bool:
+        return self._read - self._given < self._limit and self._bytes < self._byte_limit
 
     def _stop_reading(self, error: BaseException | None) -> None:
         with self._changed:
