@@ -351,6 +351,20 @@ def test_float32_is_close_to_float64(name: str) -> None:
         assert (one.double() - other).norm() <= 1e-5 * other.norm()
 
 
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
+def test_delta_rule_stays_accurate_for_equal_keys(name: str) -> None:
+    """The triangular system of a chunk is at its worst: powers of it reach 1e17, its inverse stays below two."""
+    inputs = OPS[name].inputs(B, 200, H)
+    inputs["k"][:] = inputs["k"][:, :1]
+    inputs["write"].fill_(0.9)
+    exact_tensors, single = leaves(inputs), {key: tensor.detach().float() for key, tensor in inputs.items()}
+    single_tensors = leaves(single)
+    ours, exact = run(name, single), run(name, inputs, truth=True)
+    grads = zip(gradients(ours, single_tensors), gradients(exact, exact_tensors), strict=True)
+    for one, other in [*zip(ours, exact, strict=True), *grads]:
+        assert (one.double() - other).norm() <= 1e-5 * other.norm()
+
+
 @every_op
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_only_rounds_inputs_and_output(name: str, dtype: torch.dtype) -> None:
