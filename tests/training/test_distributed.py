@@ -1,0 +1,153 @@
+"""Several processes give the run of one, and their checkpoints are everyone's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.training.tiny import assert_same_weights, losses, metrics, start, tiny_run
+
+from mesanet.config.base import to_json
+from mesanet.config.training import RunConfig
+from mesanet.training.run import train
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def train_all(*runs: tuple[RunConfig, Path, bool]) -> None:
+    """Train one after the other in the same process group."""
+    from mesanet.training.distributed import connect
+
+    with connect(runs[0][0].training):
+        for config, out, resume in runs:
+            train(config, out, resume=resume, quiet=True)
+
+
+def train_together(*runs: tuple[RunConfig, Path, bool], processes: int = 2) -> None:
+    """Train in processes that know each other as torchrun lets them."""
+    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [
+        start(train_all, *runs, environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(processes)
+    ]
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0] * processes
+
+
+def wide_run(data: Path, **settings: Any) -> RunConfig:
+    """Two layers, so that fsdp has several groups of parameters to shard; a batch that is uneven over the parts."""
+    return tiny_run(data, mixers=("mesa", "attention"), layers=2, **settings)
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("alone") / "run"
+    train(wide_run(tiny_data, peak_learning_rate=1e-3), out, quiet=True)
+    return out
+
+
+def test_two_processes_give_the_curve_of_one_and_go_on_from_its_checkpoints(
+    tiny_data: Path, tmp_path: Path, alone: Path
+) -> None:
+    def run(**settings: Any) -> RunConfig:
+        return wide_run(tiny_data, peak_learning_rate=1e-3, **settings)
+
+    # A run that one process has begun: its first two checkpoints, and nothing after them.
+    begun = tmp_path / "begun"
+    train(run(keep=3), begun, quiet=True)
+    for later in (begun / "model", begun / "checkpoints" / "step_00000012"):
+        later.rename(tmp_path / later.name)
+    train_together(
+        (run(parallel="ddp", accumulation=2), tmp_path / "ddp", False),
+        (run(parallel="fsdp", activation_checkpointing=True), tmp_path / "fsdp", False),
+        (run(parallel="fsdp", keep=3), begun, True),
+    )
+    # float32 rounds other sums differently: some 1e-7 of a loss of 6 in a step, which grows over the steps.
+    for name in ("ddp", "fsdp", "begun"):
+        out = tmp_path / name if name != "begun" else begun
+        for kind in ("train", "validation"):
+            assert losses(out, kind) == pytest.approx(losses(alone, kind), abs=1e-5), name
+        assert [line["step"] for line in metrics(out)] == [line["step"] for line in metrics(alone)]
+    # And one process goes on where two have stopped.
+    for name in ("ddp", "fsdp"):
+        (tmp_path / name / "model").rename(tmp_path / f"{name}-model")
+        (tmp_path / name / "checkpoints" / "step_00000012").rename(tmp_path / f"{name}-12")
+        train(run(), tmp_path / name, resume=True, quiet=True)
+        assert losses(tmp_path / name) == pytest.approx(losses(alone), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mixers", [("mesa",), ("attention", "gated_deltanet")], ids="-".join)
+def test_the_curves_agree_over_fifty_steps(
+    tiny_data: Path, tmp_path: Path, parallel: str, mixers: tuple[str, ...]
+) -> None:
+    """In float64 at a high learning rate, where nothing but a mistake could differ, and in float32 at a usual one."""
+    for dtype, rate, tolerance in (("float64", 1e-2, 1e-9), ("float32", 1e-3, 1e-5)):
+        for name, settings in (("one", {}), ("two", {"parallel": parallel})):
+            config = tiny_run(
+                tiny_data, mixers=mixers, layers=2, steps=50, warmup_steps=10, peak_learning_rate=rate, **settings
+            )
+            config = replace(config, model=replace(config.model, dtype=dtype))
+            out = tmp_path / f"{name}-{dtype}"
+            if settings:
+                train_together((config, out, False))
+            else:
+                train(config, out, quiet=True)
+        for kind in ("train", "validation"):
+            one, two = (losses(tmp_path / f"{name}-{dtype}", kind) for name in ("one", "two"))
+            assert two == pytest.approx(one, abs=tolerance)
+
+
+@pytest.mark.slow
+def test_two_processes_resume_bit_for_bit(tiny_data: Path, tmp_path: Path) -> None:
+    config = wide_run(tiny_data, parallel="fsdp", keep=3)
+    train_together((config, tmp_path / "run", False))
+    (tmp_path / "run" / "model").rename(tmp_path / "finished")
+    (tmp_path / "run" / "checkpoints" / "step_00000012").rename(tmp_path / "last")
+    before = metrics(tmp_path / "run")
+    train_together((config, tmp_path / "run", True))
+    assert_same_weights(tmp_path / "run" / "model", tmp_path / "finished")
+    assert metrics(tmp_path / "run") == before
+
+
+def torchrun(folder: Path, repository: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(repository / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mesanet"]
+    return subprocess.run(
+        [*command, "train", "--config", "run.json", "--out", "run", *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_torchrun_runs_the_command_and_one_process_speaks(
+    tiny_data: Path, tmp_path: Path, repository: Path, alone: Path, parallel: str
+) -> None:
+    config = wide_run(tiny_data, peak_learning_rate=1e-3)
+    (tmp_path / "run.json").write_text(to_json(config))
+    refused = torchrun(tmp_path, repository)
+    assert refused.returncode != 0
+    assert refused.stderr.count("mesanet: there are 2 processes: set training.parallel to ddp or fsdp") == 1
+    done = torchrun(tmp_path, repository, "--training.parallel", parallel)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    assert "run/model: 12 steps" in done.stdout
+    assert losses(tmp_path / "run") == pytest.approx(losses(alone), abs=1e-5)
