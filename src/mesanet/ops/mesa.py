@@ -17,6 +17,7 @@ from torch import Tensor
 from mesanet.ops.checks import check_mesa
 from mesanet.ops.chunks import chunk_layout
 from mesanet.ops.mesa_chunked import ChunkedMesa
+from mesanet.ops.mesa_step import mesa_step
 from mesanet.ops.reference.mesa import mesa as reference_mesa
 from mesanet.ops.solver import ConjugateGradient
 from mesanet.ops.state import MesaState
@@ -64,9 +65,13 @@ def mesa(
     if backend == "reference":
         output, after = reference_mesa(q, k, v, log_decay, write, ridge, state, cu_seqlens, sign=sign)
         return MesaOutput(output.to(v.dtype), after, torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device))
+    kk, kv = 0.5 * (state.kk + state.kk.mT), state.kv
+    state = MesaState(kk.to(dtype), kv.to(dtype))
+    tensors = (q, k, v, log_decay, write, ridge, *state)
+    wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if sizes.time == 1 and cu_seqlens is None and not wants_gradient:
+        output, after, steps = mesa_step(q, k, v, log_decay, write, ridge, state, solver, sign)
+        return MesaOutput(output.to(v.dtype), after, steps)
     layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens)
-    symmetric_kk = 0.5 * (state.kk + state.kk.mT)
-    output, kk, kv, steps = ChunkedMesa.apply(  # type: ignore[no-untyped-call]
-        q, k, v, log_decay, write, ridge, symmetric_kk.to(dtype), state.kv.to(dtype), sign, solver, layout
-    )
+    output, kk, kv, steps = ChunkedMesa.apply(*tensors, sign, solver, layout)  # type: ignore[no-untyped-call]
     return MesaOutput(output, MesaState(kk, kv), steps)

@@ -78,28 +78,23 @@ def conjugate_gradient(
     x, a_x = systems.start(r)
     r.sub_(a_x)
     residual = _norm(r)
-    z = systems.precondition(r)
-    p = workspace.room("p", *rhs.shape).copy_(r if z is None else z)
-    rho = residual.square() if z is None else _dot(r, z, scratch)
+    p, rho = workspace.room("p", *rhs.shape).zero_(), torch.zeros_like(residual)
     for _ in range(max_steps):
         if tolerance > 0:
             active = residual > target
             if not bool(active.any()):
                 break
             steps += active
-            step_rho = rho * active
         else:
             steps += 1
-            step_rho = rho
+        z = systems.precondition(r)
+        last_rho, rho = rho, residual.square() if z is None else _dot(r, z, scratch).clamp_(min=0)
+        torch.addcmul(r if z is None else z, _ratio(rho, last_rho), p, out=p)
         a_p = systems.matvec(p)
-        alpha = _ratio(step_rho, _dot(p, a_p, scratch))
+        alpha = _ratio(rho if tolerance == 0 else rho * active, _dot(p, a_p, scratch))
         x.addcmul_(alpha, p)
         r.addcmul_(alpha, a_p, value=-1)
         residual = _norm(r)
-        z = systems.precondition(r)
-        next_rho = residual.square() if z is None else _dot(r, z, scratch)
-        torch.addcmul(r if z is None else z, _ratio(next_rho, rho), p, out=p)
-        rho = next_rho
     return Solution(x.mul_(scale), steps.squeeze(-1), _ratio(residual, rhs_norm).squeeze(-1))
 
 
@@ -118,6 +113,5 @@ def _dot(left: Tensor, right: Tensor, scratch: Tensor) -> Tensor:
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """numerator / denominator, and 0 where either is not positive: nothing is left to gain for that row."""
-    ratio = numerator / denominator
-    return torch.where((numerator > 0) & (denominator > 0), ratio, 0.0)
+    """numerator / denominator, and 0 where the denominator is not positive: nothing is left to gain for that row."""
+    return torch.where(denominator > 0, numerator / denominator, 0.0)
