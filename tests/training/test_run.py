@@ -250,6 +250,7 @@ def test_tensorboard_gets_the_same_numbers(tiny_data: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_compiled_model_trains_alike(finished: Path, tiny_data: Path, tmp_path: Path) -> None:
     train_quietly(tiny_run(tiny_data, compile=True), tmp_path / "run")
     # Fused kernels round differently; twelve steps at a rate of 0.01 let that grow.

@@ -103,9 +103,9 @@ def with_length(base: RunConfig, arguments: list[str]) -> RunConfig:
 
 def option_value(arguments: list[str], name: str) -> str | None:
     """The word after an option, or after its equals sign."""
-    for word, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for position, word in enumerate(arguments):
         if word == name:
-            return following
+            return arguments[position + 1] if position + 1 < len(arguments) else None
         if word.startswith(f"{name}="):
             return word.removeprefix(f"{name}=")
     return None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mesanet.config.training import RunConfig
 from mesanet.data.dataset import Dataset
 from mesanet.data.loader import Loader, TensorBatch, make_batches
+from mesanet.mixers import HeadMixer
 from mesanet.model.backbone import LanguageModel
 from mesanet.training.checkpoint import Checkpoints
 from mesanet.training.diagnosis import stop as stop_with_dump
@@ -36,8 +37,7 @@ class Trainer:
         self.model = LanguageModel(config.model).to(processes.device)
         self.model.set_activation_checkpointing(training.activation_checkpointing)
         if training.compile:
-            for block in self.model.blocks:
-                block.compile()
+            compile_blocks(self.model)
         self.module = share_model(self.model, training, processes)
         self.optimiser = make_optimiser(self.model, training)
         self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -176,6 +176,14 @@ def split_rows(batch: TensorBatch, parts: int, device: torch.device) -> list[tup
     tokens, targets = (tensor.to(device, non_blocking=True) for tensor in (batch.tokens, batch.targets))
     parts = min(parts, len(tokens))
     return list(zip(tokens.tensor_split(parts), targets.tensor_split(parts), strict=True))
+
+
+def compile_blocks(model: LanguageModel) -> None:
+    """Compile everything but the recurrent rules, whose loops depend on the data and would be unrolled."""
+    for block, mixer in zip(model.blocks, model.mixers(), strict=True):
+        if isinstance(mixer, HeadMixer):
+            setattr(mixer, "mix", torch.compiler.disable(mixer.mix))  # noqa: B010 - a method, to the type checker
+        block.compile()
 
 
 def parameter_count(module: nn.Module) -> int:

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mesanet.cli import main
+from mesanet.cli.train import parse_run
+from mesanet.config.base import to_json
+from mesanet.config.training import RunConfig, default_out
+from mesanet.errors import UserError
+from mesanet.training.presets import RUNS, paper, run_preset
+
+
+def test_a_preset_alone_is_the_preset() -> None:
+    for name in RUNS:
+        options, config = parse_run([name, "--mixers", "hawk-mesa"])
+        assert config == run_preset(name, "hawk-mesa")
+        assert options.out is None
+        assert default_out(options.preset, config) == Path("runs") / f"{name}-hawk-mesa"
+
+
+def test_options_change_what_they_name_and_nothing_else() -> None:
+    _, config = parse_run(["medium-50b", "--mixers=gla", "--training.steps", "30000", "--model.layers", "3"])
+    base = paper("medium", 50, "gla")
+    assert (config.training.steps, config.training.tokens) == (30000, None)
+    assert config.model.layers == 3
+    assert config.training.peak_learning_rate == base.training.peak_learning_rate
+    assert config.data == base.data
+    _, config = parse_run(["demo", "--training.tokens", "1000000"])
+    assert (config.training.steps, config.training.tokens) == (None, 1_000_000)
+
+
+def test_a_file_says_what_a_run_folder_says(tmp_path: Path) -> None:
+    config = run_preset("demo", "gla")
+    (tmp_path / "config.json").write_text(to_json(config))
+    _, same = parse_run(["--config", str(tmp_path / "config.json")])
+    assert same == config
+    _, other = parse_run(["--config", str(tmp_path / "config.json"), "--training.seed", "3"])
+    assert isinstance(other, RunConfig)
+    assert other.training.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a preset"),
+        (["demmo"], "did you mean 'demo'"),
+        (["demo", "--mixers", "mezza"], "did you mean 'mesa'"),
+        (["demo", "--config", "x.json"], "name one of the two"),
+        (["demo", "--training.steps", "5"], "training.warmup_steps: got"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["train", *words])
+    assert ended.value.code == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises((UserError, FileNotFoundError), match=r"nothing\.json"):
+        parse_run(["--config", str(tmp_path / "nothing.json")])

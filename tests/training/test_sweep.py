@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.training.tiny import losses, tiny_run
+
+from mesanet.config.sweep import SweepConfig
+from mesanet.config.training import RunConfig
+from mesanet.training.presets import GRIDS, paper
+from mesanet.training.sweep import Trial, grid, sweep, table
+
+
+def test_a_sweep_trains_each_pair_once_and_counts_what_diverged(tiny_data: Path, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def base(mixers: str) -> RunConfig:
+        asked.append(mixers)
+        config = tiny_run(tiny_data, steps=6, start_learning_rate=1e-3)
+        return replace(config, model=replace(config.model, mixers=tuple(mixers.split("-"))))
+
+    config = SweepConfig(mixers=("gla", "gla-attention"), learning_rates=(1e30, 1e-2), out=tmp_path)
+    trials = sweep(config, base, quiet=True)
+    assert [(trial.mixers, trial.learning_rate) for trial in trials] == [
+        ("gla", 1e30),
+        ("gla", 1e-2),
+        ("gla-attention", 1e30),
+        ("gla-attention", 1e-2),
+    ]
+    assert [trial.loss is None for trial in trials] == [True, False, True, False]
+    assert trials[1].loss == losses(tmp_path / "gla" / "0.01", "validation")[-1]
+    assert json.loads((tmp_path / "sweep.json").read_text()) == [vars(trial) for trial in trials]
+    assert (tmp_path / "sweep.md").read_text() == table(trials) + "\n"
+    stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")}
+    assert sweep(config, base, quiet=True) == trials
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")} == stamps
+
+
+def test_the_table_marks_the_best_of_each_row() -> None:
+    trials = [
+        Trial(mixers=name, learning_rate=rate, loss=loss, out="")
+        for name, rate, loss in (("mesa", 0.002, 2.5), ("mesa", 0.001, 2.25), ("gla", 0.001, None))
+    ]
+    assert table(trials).splitlines() == [
+        "| mixer | 0.001 | 0.002 |",
+        "|---|---:|---:|",
+        "| mesa | **2.2500** | 2.5000 |",
+        "| gla | diverged |  |",
+    ]
+
+
+@pytest.mark.parametrize("billions", [15, 50])
+def test_the_papers_grid_goes_with_the_length(billions: int) -> None:
+    assert grid(paper("small", billions)) == GRIDS[billions]
