@@ -169,3 +169,18 @@ def _assert_same(inputs: object, output: Tensor, state: MesaState, other: Tensor
     theirs = gradients(inputs, other, other_state, grad_output)  # type: ignore[arg-type]
     for one, another in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, another, **CLOSE)
+
+
+@pytest.mark.parametrize("preconditioner", ["auto", None])
+@pytest.mark.parametrize("signed", [False, True])
+def test_decoding_is_the_parallel_form(preconditioner: str | None, signed: bool) -> None:
+    """Without gradients a single token takes a path of its own; both must tell the same."""
+    inputs = make_inputs(3, 1, 2, 24, 5, ridge=(50.0, 60.0) if signed else (0.25, 1.0))
+    sign = torch.tensor([1.0, -1.0], dtype=torch.float64).expand(3, 1, 2) if signed else None
+    solver = ConjugateGradient(max_steps=500, tolerance=1e-13, preconditioner=preconditioner)
+    step = mesa(*inputs[:6], inputs.state, solver=solver, sign=sign)
+    chunked_inputs = inputs.with_grad()
+    chunked = mesa(*chunked_inputs[:6], chunked_inputs.state, solver=solver, sign=sign)
+    torch.testing.assert_close(step.output, chunked.output.detach(), **CLOSE)
+    torch.testing.assert_close(step.state.kk, chunked.state.kk.detach(), **CLOSE)
+    torch.testing.assert_close(step.state.kv, chunked.state.kv.detach(), **CLOSE)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mesanet.ops.blocks import crossing
 from mesanet.ops.chunks import ChunkLayout
 from mesanet.ops.decay import ChunkDecay, chunk_decay
 from mesanet.ops.mesa_tiles import MesaChunks, Tile
@@ -185,8 +186,8 @@ class _ChunkErrors(NamedTuple):
         grad_write = pairs.sum(1).add_(given)
         kk = self.bank.flatten(1)[:, : size * size]
         through = _dot(self.kv.flatten(1), later.kv.flatten(1)) + _dot(kk, later.kk.flatten(1))
-        grad_log_decay = _crossing(pairs.mul_(self.write.unsqueeze(1)), self.owed, given * self.write)
-        grad_log_decay += through * self.decay.from_start[:, -1:]
+        through *= self.decay.from_start[:, -1]
+        grad_log_decay = crossing(pairs.mul_(self.write.unsqueeze(1)), self.owed, given * self.write, through)
         return grad_keys.mul_(weight), grad_values.mul_(weight), grad_log_decay, grad_write
 
     def carry(self, later: MesaState) -> None:
@@ -200,20 +201,5 @@ class _ChunkErrors(NamedTuple):
 
 
 def _dot(left: Tensor, right: Tensor) -> Tensor:
-    """The inner product of each row: [n, X], [n, X] -> [n, 1]; as a matrix product, which needs no room."""
-    return torch.bmm(left.unsqueeze(1), right.unsqueeze(-1)).squeeze(-1)
-
-
-def _crossing(pairs: Tensor, owed: Tensor, given: Tensor) -> Tensor:
-    """What passes each gate j of a chunk: everything read at t >= j that was written at s < j.
-
-    `pairs` [n, C, C] is read at its row and written at its column; `owed` [n, C] was written before the chunk, `given`
-    [n, C] is read after it. Summing what crosses, instead of taking a running sum of differences, cancels no digits.
-    """
-    written_before = torch.empty_like(pairs)
-    written_before[..., 0] = 0.0
-    torch.cumsum(pairs[..., :-1], dim=-1, out=written_before[..., 1:])
-    written_before += owed.unsqueeze(-1)
-    passed = written_before.tril_().sum(1)
-    passed[:, 1:] += given[:, :-1].cumsum(-1)
-    return passed
+    """The inner product of each row: [n, X], [n, X] -> [n]; as a matrix product, which needs no room."""
+    return torch.bmm(left.unsqueeze(1), right.unsqueeze(-1)).flatten()

@@ -48,7 +48,7 @@ def mesa_step(
     sign: Tensor | None = None,
 ) -> tuple[Tensor, MesaState, Tensor]:
     """Output [B, 1, H, V], state and steps [B, 1, H] of a single token; arguments as for `mesa`, without gradients."""
-    batch, _, heads, size = q.shape
+    batch, _, heads, _ = q.shape
     dtype = state.kk.dtype
     gamma = log_decay.to(dtype).exp()
     if sign is not None:
