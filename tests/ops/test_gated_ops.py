@@ -359,10 +359,14 @@ def test_delta_rule_stays_accurate_for_equal_keys(name: str) -> None:
     inputs["write"].fill_(0.9)
     exact_tensors, single = leaves(inputs), {key: tensor.detach().float() for key, tensor in inputs.items()}
     single_tensors = leaves(single)
-    ours, exact = run(name, single), run(name, inputs, truth=True)
-    grads = zip(gradients(ours, single_tensors), gradients(exact, exact_tensors), strict=True)
-    for one, other in [*zip(ours, exact, strict=True), *grads]:
-        assert (one.double() - other).norm() <= 1e-5 * other.norm()
+    exact, ours, one_by_one = run(name, inputs, truth=True), run(name, single), run(name, single, truth=True)
+    exact += gradients(exact, exact_tensors)
+    ours += gradients(ours, single_tensors)
+    one_by_one += gradients(one_by_one, single_tensors)
+    for fast, slow, truth in zip(ours, one_by_one, exact, strict=True):
+        # The gradient of the gates cancels, as most of what passes them is overwritten: float32 can't hold it to 1e-5.
+        allowed = torch.maximum(1e-5 * truth.norm(), 4 * (slow - truth).norm())
+        assert (fast - truth).norm() <= allowed
 
 
 @every_op
