@@ -29,7 +29,7 @@ help:  ## Show this list
 $(runtime): | .venv/bin/python
 	@echo "Setting up .venv (runtime)"
 	@$(install) torch==2.13.0
-	@$(install) -c constraints.txt -e '.[report]'
+	@$(install) -c constraints.txt -e '.[demo]'
 	@rm -f .venv/.runtime-* && touch $@
 
 $(development): $(runtime)
@@ -37,8 +37,8 @@ $(development): $(runtime)
 	@$(install) -c constraints.txt -e '.[dev,data,transformers,report,tensorboard,evaluation,kernels]'
 	@rm -f .venv/.development-* && touch $@
 
-demo: $(runtime)  ## In-context regression: the Mesa rule beside linear attention and the delta rule, with a figure
-	$(python) examples/in_context_regression.py --out runs/demo
+demo: $(runtime)  ## Train mesa, attention and gated_deltanet on Python's own library, and write runs/demo/report/index.html
+	$(python) -m mesanet compare demo --out runs/demo
 
 test: $(development)  ## The tests, without the slow ones
 	$(python) -m pytest -n $(WORKERS) --dist worksteal

@@ -27,6 +27,8 @@ usual OSError of a missing or unreadable file: `main` prints their text as one s
 Code 0 means done and 130 means Ctrl-C. With MESANET_DEBUG=1 in the environment the traceback is shown as well.
 """
 
+import os
+
 from mesanet import __version__
 from mesanet.cli.dispatch import Command, dispatch, parse, report_errors
 
@@ -34,10 +36,12 @@ __all__ = ["COMMANDS", "Command", "dispatch", "main", "parse"]
 
 COMMANDS = {
     "bench": Command("mesanet.cli.bench", "measure speed beside a peer in the same run"),
+    "compare": Command("mesanet.cli.compare", "train several mixers on the same data and write a report with figures"),
     "data": Command("mesanet.cli.data", "turn text into token shards, train a tokenizer, look at prepared data"),
     "eval": Command("mesanet.cli.eval", "measure a trained model's loss by token position, at any length"),
     "generate": Command("mesanet.cli.generate", "continue a text with a trained model"),
     "model": Command("mesanet.cli.model", "what models are made of: parameter counts"),
+    "report": Command("mesanet.cli.report", "draw a comparison's report again, from its records"),
     "sweep": Command("mesanet.cli.sweep", "train with every learning rate of a grid"),
     "train": Command("mesanet.cli.train", "train a model: a preset, or a config file"),
 }
@@ -45,6 +49,8 @@ COMMANDS = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command line, `sys.argv[1:]` by default, and exit with its code."""
+    # torch reads this once, before its first tensor: huge pages make fresh memory several times cheaper on Linux.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     report_errors(_run, arguments)
 
 

@@ -53,7 +53,7 @@ class Options:
     """Buckets of positions in equal ratios, or of equal size."""
     tokenizer: str | None = None
     """For text: bytes, gpt2 or a tokenizer.json; if not given, the one of the run."""
-    piece: int = 4096
+    piece: int = 2048
     """Tokens that are computed at once: windows that are longer are fed in pieces through the cache."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 computes the large products in it."""

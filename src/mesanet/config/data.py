@@ -18,7 +18,8 @@ class PrepareConfig:
     out: Path
     """Folder for the shards."""
     tokenizer: str = "gpt2"
-    """`gpt2`, `bytes`, the path of a tokenizer.json, or a name on the hub."""
+    """`gpt2`, `bytes`, `bpe:N` to train one of N tokens on the sources, the path of a tokenizer.json, or a name on the
+    hub."""
     bos_token: str | None = None
     """The token to put between documents, for a tokenizer.json that has none of the usual names for it."""
     text_column: str = "text"
@@ -45,7 +46,7 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_not_empty("sources", self.sources)
-        check_in_range("document_bytes", self.document_bytes, 1 << 10, 1 << 25)
+        check_in_range("document_bytes", self.document_bytes, 1 << 10, 1 << 24)
         check_in_range("shard_tokens", self.shard_tokens, 1)
         check_in_range("validation_fraction", self.validation_fraction, 0, 1)
         if self.separator is not None:

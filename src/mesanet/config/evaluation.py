@@ -49,7 +49,7 @@ class EvaluationConfig:
     """Stop at this many tokens, taken from documents in a seeded order; None for all."""
     seed: int = 0
     """The order of documents where max_tokens is given."""
-    piece: int = 4096
+    piece: int = 2048
     """Tokens that are computed at once: windows that are longer are fed in pieces through the cache."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16 computes the large products in it."""

@@ -21,6 +21,7 @@ from mesanet.data.seen import SeenHashes
 from mesanet.data.shards import ShardWriter
 from mesanet.data.sources import Source, find_sources
 from mesanet.data.tokenizer import Tokenizer, load_tokenizer
+from mesanet.data.tokenizer_training import TRAINED, tokenizer_of_sources, trained_vocabulary
 from mesanet.errors import UserError
 from mesanet.io import write_text_atomic
 
@@ -32,7 +33,7 @@ def prepare(config: PrepareConfig, *, quiet: bool = False) -> dict[str, Any]:
 
     The result depends on the sources and the options alone: not on the number of workers, nor on interruptions.
     """
-    tokenizer = load_tokenizer(config.tokenizer, config.bos_token)
+    tokenizer = find_tokenizer(config, quiet=quiet)
     sources = find_sources(config)
     plan = make_plan(config, tokenizer, sources)
     try:
@@ -45,6 +46,18 @@ def prepare(config: PrepareConfig, *, quiet: bool = False) -> dict[str, Any]:
         raise UserError(
             f"the disk is full at {config.out}; finished shards are kept: make room and run the same command to go on"
         ) from error
+
+
+def find_tokenizer(config: PrepareConfig, *, quiet: bool) -> Tokenizer:
+    """Load the tokenizer, or train the one that `bpe:N` stands for, unless the folder has it already."""
+    if not config.tokenizer.startswith(TRAINED):
+        return load_tokenizer(config.tokenizer, config.bos_token)
+    if (config.out / TOKENIZER).exists():
+        tokenizer = load_tokenizer(config.out / TOKENIZER)
+        if tokenizer.vocabulary == trained_vocabulary(config.tokenizer):
+            tokenizer.name = config.tokenizer
+            return tokenizer
+    return tokenizer_of_sources(config, quiet=quiet)
 
 
 def make_plan(config: PrepareConfig, tokenizer: Tokenizer, sources: list[Source]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mesanet.config.data import PrepareConfig, TokenizerConfig
 from mesanet.data.documents import Reading, read_documents
@@ -14,6 +15,7 @@ from mesanet.io import write_text_atomic
 from mesanet.optional import import_optional
 
 MILLION = 10**6
+TRAINED = "bpe:"
 
 
 def train_tokenizer(config: TokenizerConfig, *, quiet: bool = False) -> Tokenizer:
@@ -21,11 +23,36 @@ def train_tokenizer(config: TokenizerConfig, *, quiet: bool = False) -> Tokenize
 
     It splits words as GPT-2's does, knows every byte, and has <|endoftext|> as BOS.
     """
-    library = import_optional("tokenizers", "data")
     if config.out.exists():
         raise UserError(f"{config.out} exists already; choose another name with --out, or remove it")
     if not config.out.name.endswith(".json"):
         raise UserError(f"--out names the file to write, such as {config.out / 'tokenizer.json'}, got {config.out}")
+    tokenizer = _train(config, quiet=quiet)
+    write_text_atomic(config.out, tokenizer.to_str(pretty=True))
+    return JsonTokenizer(str(config.out), tokenizer)
+
+
+def tokenizer_of_sources(config: PrepareConfig, *, quiet: bool = False) -> Tokenizer:
+    """Train the tokenizer that `bpe:N` stands for, on the sources of a preparation; equal sources give equal ones."""
+    settings = TokenizerConfig(
+        sources=config.sources,
+        out=Path("unused"),
+        vocabulary=trained_vocabulary(config.tokenizer),
+        text_column=config.text_column,
+    )
+    return JsonTokenizer(config.tokenizer, _train(settings, quiet=quiet))
+
+
+def trained_vocabulary(name: str) -> int:
+    """The N of `bpe:N`."""
+    number = name.removeprefix(TRAINED)
+    if not number.isdecimal():
+        raise UserError(f"tokenizer: got {name!r}, expected a vocabulary after {TRAINED}, such as {TRAINED}8192")
+    return int(number)
+
+
+def _train(config: TokenizerConfig, *, quiet: bool) -> Any:
+    library = import_optional("tokenizers", "data")
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -42,8 +69,7 @@ def train_tokenizer(config: TokenizerConfig, *, quiet: bool = False) -> Tokenize
             f"vocabulary {config.vocabulary} is more than this text gives: there are {found} tokens at most; "
             "take a smaller vocabulary or more text"
         )
-    write_text_atomic(config.out, tokenizer.to_str(pretty=True))
-    return JsonTokenizer(str(config.out), tokenizer)
+    return tokenizer
 
 
 def _texts(config: TokenizerConfig) -> Iterator[str]:

@@ -41,7 +41,7 @@ def paper(size: str, billions: int, mixers: Pattern = "mesa") -> RunConfig:
     """One of the paper's language models: batches of 256 sequences of 2048 tokens, bfloat16 activations."""
     return RunConfig(
         model=models.model(size, mixers),
-        data=DataConfig(path=Path("data/slimpajama"), sequence_length=2048, batch_size=256),
+        data=DataConfig(path=Path("runs/slimpajama"), sequence_length=2048, batch_size=256),
         training=TrainingConfig(
             tokens=billions * 10**9,
             peak_learning_rate=tuned_rate(size, billions, mixers),
@@ -60,14 +60,14 @@ def demo(mixers: Pattern = "mesa") -> RunConfig:
     """A small model on the running Python's standard library: a hundred seconds on two cores."""
     return RunConfig(
         model=ModelConfig(mixers=pattern(mixers), layers=4, width=128, heads=2, key_size=64, vocabulary=1024),
-        data=DataConfig(path=STDLIB_BPE, sequence_length=256, batch_size=16),
+        data=DataConfig(path=STDLIB_BPE, sequence_length=512, batch_size=4),
         training=TrainingConfig(
-            steps=200,
-            warmup_steps=20,
-            peak_learning_rate=4e-3,
-            validation_interval=50,
+            steps=400,
+            warmup_steps=40,
+            peak_learning_rate=3e-3,
+            validation_interval=100,
             validation_tokens=1 << 14,
-            checkpoint_interval=50,
+            checkpoint_interval=100,
             keep=1,
         ),
         prepare=PrepareConfig(

@@ -1,0 +1,58 @@
+"""`mesanet compare PRESET`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from mesanet.cli.dispatch import parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Train several mixers on the same tokens in the same order, evaluate them, and write a report with figures.
+
+    The same command goes on where it was stopped. With other --mixers it adds them to the report.
+    """
+
+    preset: Positional[Annotated[str, arg(metavar="PRESET")]]
+    """A training preset: demo, laptop, small-15b, ...; see `mesanet train --help`."""
+    mixers: tuple[str, ...] = ()
+    """Mixers, or patterns such as hawk-mesa; if none is named all of them, or three for the demo."""
+    out: Path | None = None
+    """Folder for the runs and the report; runs/compare-PRESET if not given."""
+    data: Path | None = None
+    """Folder that `mesanet data prepare` wrote, instead of the preset's data."""
+    steps: int | None = None
+    """Updates of each model, instead of the preset's number."""
+    tokens: int | None = None
+    """Held-out tokens for perplexity and for the loss by position, at most; None for the preset's number."""
+    longest: int = 16
+    """Length extrapolation goes up to this multiple of the training length, as far as documents allow; 1 for none."""
+    prompt: str | None = None
+    """What the sample of generated text begins with; None for the preset's."""
+
+
+def run(arguments: list[str]) -> None:
+    """Compare, and say where the report is."""
+    options = parse(Options, arguments, program="mesanet compare")
+    from mesanet.compare import compare
+    from mesanet.compare.presets import compare_preset
+    from mesanet.training.presets import run_preset
+
+    run_preset(options.preset)
+    out = options.out or Path("runs") / f"compare-{options.preset}"
+    config = compare_preset(options.preset, out)
+    config = replace(
+        config,
+        data=options.data,
+        steps=options.steps,
+        longest=options.longest,
+        mixers=options.mixers or config.mixers,
+        tokens=config.tokens if options.tokens is None else options.tokens,
+        prompt=config.prompt if options.prompt is None else options.prompt,
+    )
+    print(compare(config, command=["mesanet", "compare", *arguments]))

@@ -1,0 +1,122 @@
+"""What a comparison will do, written down before it begins, so that it goes on with the same after a kill."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mesanet.config.base import from_dict, to_dict
+from mesanet.config.compare import CompareConfig
+from mesanet.config.evaluation import EvaluationConfig
+from mesanet.config.training import RunConfig
+from mesanet.data.dataset import Dataset
+from mesanet.errors import UserError
+from mesanet.evaluation.documents import lengths
+from mesanet.evaluation.run import provenance
+from mesanet.io import read_json, write_json_atomic
+from mesanet.report.comparison import PLAN
+from mesanet.training.presets import run_preset
+
+FREE = ("mixers", "out")
+"""What may change when a comparison goes on: there can be more mixers, and the folder may have been moved."""
+FEWEST = 4
+"""Documents that have to be long enough for length extrapolation."""
+
+
+def run_config(config: CompareConfig, mixers: str, vocabulary: int | None = None) -> RunConfig:
+    """The training run of one mixer: the preset's, but for the data and the steps that the comparison names.
+
+    With data of its own the comparison takes the `vocabulary` of these.
+    """
+    run = run_preset(config.preset, mixers)
+    if config.data is not None:
+        run = replace(run, data=replace(run.data, path=config.data), prepare=None)
+        if vocabulary is not None:
+            run = replace(run, model=replace(run.model, vocabulary=vocabulary))
+    if config.steps is not None:
+        warmup = min(run.training.warmup_steps, config.steps // 10)
+        run = replace(run, training=replace(run.training, steps=config.steps, tokens=None, warmup_steps=warmup))
+    return run
+
+
+def make_plan(config: CompareConfig, run: RunConfig, dataset: Dataset, command: list[str] | None) -> dict[str, Any]:
+    """Settle everything, write it into the folder, or refuse a folder that holds another comparison."""
+    path = config.out / PLAN
+    plan = {
+        **provenance("comparison", command),
+        "preset": config.preset,
+        "mixers": list(config.mixers),
+        "length": run.data.sequence_length,
+        "machine": machine(),
+        "settings": to_dict(config),
+        "run": to_dict(run),
+        "data": dataset.fingerprint,
+        "evaluations": _evaluations(config, run, dataset),
+    }
+    if path.exists():
+        before = read_json(path)
+        _check_same(before, plan, config)
+        plan["created"] = before["created"]
+        # A comparison that goes on with some of its mixers keeps the others in its report.
+        plan["mixers"] = [*dict.fromkeys([*before["mixers"], *plan["mixers"]])]
+    write_json_atomic(path, plan)
+    return plan
+
+
+def evaluation(plan: dict[str, Any], name: str) -> EvaluationConfig | None:
+    """One of the planned evaluations, or None where the data do not allow it."""
+    found = plan["evaluations"][name]
+    return None if found is None else from_dict(EvaluationConfig, found)
+
+
+def _evaluations(config: CompareConfig, run: RunConfig, dataset: Dataset) -> dict[str, Any]:
+    length = run.data.sequence_length
+    base = EvaluationConfig(data=run.data.path, length=length, piece=max(2048, length))
+    longest = _longest(config, length, dataset)
+    extrapolation = replace(base, length=longest, at_least=longest, whole=True, max_tokens=config.longest_tokens)
+    return {
+        "position": to_dict(replace(base, max_tokens=config.tokens)),
+        "extrapolation": to_dict(extrapolation) if longest > length else None,
+        "solver": to_dict(replace(base, max_tokens=config.solver_tokens)),
+    }
+
+
+def _longest(config: CompareConfig, length: int, dataset: Dataset) -> int:
+    """The greatest multiple of the training length by a power of two that a few held-out documents reach."""
+    sizes = np.sort(lengths(dataset.validation))
+    reached = int(sizes[-FEWEST]) if len(sizes) >= FEWEST else 0
+    multiple = 1
+    while multiple * 2 <= config.longest and multiple * 2 * length <= min(reached, config.longest_tokens):
+        multiple *= 2
+    return multiple * length
+
+
+def _check_same(before: Any, plan: dict[str, Any], config: CompareConfig) -> None:
+    if not isinstance(before, dict) or "settings" not in before:
+        raise UserError(f"{config.out / PLAN} is not the plan of a comparison; choose another folder with --out")
+    for name, value in plan["settings"].items():
+        there = before["settings"].get(name)
+        if name not in FREE and there != value:
+            raise UserError(
+                f"{config.out} holds another comparison: {name} is {there!r} there and {value!r} here; "
+                "choose another folder with --out, or the same settings"
+            )
+    if before["data"] != plan["data"]:
+        raise UserError(f"{config.out} was begun with other data; restore them, or choose another folder with --out")
+
+
+def machine() -> str:
+    """The processor or GPU, in words."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - no path of ours
+            name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return f"{name}, {torch.get_num_threads()} threads"

@@ -1,0 +1,161 @@
+"""The report from hand-made records: no model is needed."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mesanet.errors import UserError
+from mesanet.io import write_json_atomic, write_text_atomic
+from mesanet.report.comparison import read_comparison
+from mesanet.report.evaluations import plain_table, positions_table
+from mesanet.report.page import build_report
+from mesanet.report.tables import extrapolation_table, perplexity_table
+
+pytest.importorskip("matplotlib")
+
+LENGTH, LONGEST = 32, 128
+
+
+def settings(length: int, max_tokens: int) -> dict[str, Any]:
+    return {
+        "length": length,
+        "at_least": 0,
+        "whole": False,
+        "max_tokens": max_tokens,
+        "seed": 0,
+        "split": "validation",
+        "data": "data",
+    }
+
+
+def evaluation(
+    nll: float, length: int, max_tokens: int, steps: int | None = None, solver: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    sums = (nll + 1 / np.arange(1, length + 1)) * 4
+    return {
+        "kind": "evaluation",
+        "created": "2026-01-01",
+        "data": {"name": "text", "fingerprint": "same", "documents": 2},
+        "model": {"parameters": 1000, "weights_sha256": "0"},
+        "settings": settings(length, max_tokens),
+        "override": {"max_steps": steps, "tolerance": None if steps is None else 0.0},
+        "solver": solver,
+        "steps": None if steps is None else {"mean": steps},
+        "tokens_per_second": 100.0,
+        "summary": {
+            "nll": sums.sum() / 4 / length,
+            "perplexity": float(np.exp(sums.sum() / 4 / length)),
+            "tokens": 4 * length,
+            "windows": 4,
+        },
+        "positions": {"sum": sums.tolist(), "count": [4] * length},
+        "windows": {"tokens": [length] * 4, "nll": [sums.sum() / 4 + d for d in (-1, 0, 0, 1)]},
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    plan = {
+        "preset": "demo",
+        "mixers": ["mesa", "attention", "hawk"],
+        "length": LENGTH,
+        "machine": "a machine, 1 threads",
+        "command": ["mesanet", "compare", "<demo>"],
+        "mesanet": "0",
+        "torch": "0",
+        "created": "2026-01-01",
+        "run": {
+            "data": {"batch_size": 2, "sequence_length": LENGTH},
+            "training": {"steps": 5, "tokens": None},
+            "model": {"layers": 1, "width": 8, "heads": 1, "key_size": 8, "vocabulary": 16},
+        },
+        "evaluations": {
+            "position": settings(LENGTH, 1000),
+            "extrapolation": settings(LONGEST, 2000),
+            "solver": settings(LENGTH, 500),
+        },
+    }
+    write_json_atomic(tmp_path / "compare.json", plan)
+    corpus = {"name": "text", "documents": 9, "tokens": 999, "unigram_entropy": 2.5, "fingerprint": "f" * 64}
+    write_json_atomic(tmp_path / "corpus.json", corpus)
+    for number, mixers in enumerate(("mesa", "attention")):
+        run = tmp_path / "runs" / mixers
+        write_json_atomic(run / "config.json", {})
+        lines = [
+            f'{{"kind": "train", "step": {s}, "tokens": {64 * s}, "loss": {3 - s / 10}, "tokens_per_second": {50 + s}}}'
+            for s in range(1, 6)
+        ]
+        lines += ['{"kind": "validation", "step": 5, "tokens": 320, "loss": 2.6}', '{"kind": "tr']
+        write_text_atomic(run / "metrics.jsonl", "\n".join(lines))
+        write_json_atomic(run / "evaluations" / "a.json", evaluation(2 + number / 10, LENGTH, 1000))
+        write_json_atomic(run / "evaluations" / "b.json", evaluation(2 + number / 10, LONGEST, 2000))
+        sample = {"prompt": "<b>", "text": "text & more", "tokens_per_second": 9.0}
+        write_json_atomic(run / "sample.json", sample)
+    for steps in (0, 2, 4):
+        solver = {"max_steps": steps, "tolerance": 0.0, "preconditioner": None}
+        record = evaluation(2.5 - steps / 10, LENGTH, 500, steps, solver)
+        write_json_atomic(tmp_path / "runs" / "mesa" / "evaluations" / f"steps{steps}.json", record)
+    return tmp_path
+
+
+def test_a_page_with_every_figure(folder: Path) -> None:
+    page = build_report(folder)
+    text = page.read_text()
+    assert text.count("<svg") == 5
+    assert "&lt;b&gt;</span>text &amp; more" in text
+    assert "&lt;demo&gt;" in text
+    for name in ("training", "by_position", "extrapolation", "solver", "speed"):
+        ElementTree.parse(page.parent / "figures" / f"{name}.svg")
+    # Every id stands once, and every reference has its target.
+    ids = [part.split('"')[0] for part in text.split(' id="')[1:]]
+    assert len(ids) == len(set(ids))
+    targets = {part.split('"')[0] for part in text.split('href="#')[1:]} | {
+        part.split(")")[0] for part in text.split("url(#")[1:]
+    }
+    assert targets <= set(ids)
+
+
+def test_the_same_records_give_the_same_bytes(folder: Path) -> None:
+    first = build_report(folder).read_bytes()
+    assert build_report(folder).read_bytes() == first
+
+
+def test_the_difference_to_attention_is_paired(folder: Path) -> None:
+    table = perplexity_table(read_comparison(folder))
+    assert table.head[-1] == "NLL relative to attention"
+    # The windows of both models differ by the same amount each, so that the error of the difference is zero.
+    assert [row[-1] for row in table.rows] == ["-0.1000 ± 0.0000", ""]
+    assert table.rows[0][2] == "54"
+    assert table.best == [None, None, 0, 0, 0, None]
+
+
+def test_extrapolation_is_the_mean_so_far(folder: Path) -> None:
+    table = extrapolation_table(read_comparison(folder))
+    assert table.head == ["model", "32", "64", "128"]
+    for column, length in enumerate((32, 64, 128), start=1):
+        expected = np.exp(2 + (1 / np.arange(1, length + 1)).mean())
+        assert table.rows[0][column] == f"{expected:.2f}"
+
+
+def test_a_report_of_what_there_is(folder: Path) -> None:
+    """While a comparison is still going on, figures without records are left out."""
+    for path in folder.glob("runs/*/evaluations/*.json"):
+        path.unlink()
+    (folder / "corpus.json").unlink()
+    (folder / "runs" / "mesa" / "metrics.jsonl").unlink()
+    text = build_report(folder).read_text()
+    assert text.count("<svg") == 2
+    with pytest.raises(UserError, match="holds no comparison"):
+        build_report(folder / "runs")
+
+
+def test_plain_tables() -> None:
+    assert plain_table(["a", "bb"], [["x", "1"], ["yyy", "22"]]) == "a    bb\n-------\nx     1\nyyy  22"
+    text = positions_table(evaluation(2.0, 8, 10), evaluation(2.5, 8, 10), buckets=4)
+    assert text.splitlines()[2].split() == ["1", "4", "3.0000", "20.086", "3.0000", "20.086", "-0.5000"]
+    assert len(text.splitlines()) == 6
