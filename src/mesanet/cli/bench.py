@@ -3,6 +3,7 @@
 from mesanet.cli.dispatch import Command, dispatch
 
 BENCHMARKS = {
+    "gated": Command("mesanet.cli.bench_gated", "time the recurrent ops beside softmax attention and transformers"),
     "op": Command("mesanet.cli.bench_op", "time the Mesa op beside softmax attention and a large matrix product"),
 }
 

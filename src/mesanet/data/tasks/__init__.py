@@ -1,0 +1,1 @@
+"""Synthetic tasks: small generators, each batch a pure function of task, seed and step."""
