@@ -57,17 +57,17 @@ def tuned_rate(size: str, billions: int, mixers: Pattern) -> float:
 
 
 def demo(mixers: Pattern = "mesa") -> RunConfig:
-    """A small model on the running Python's standard library: a hundred seconds on two cores."""
+    """A small model on the running Python's standard library: a minute or two on two cores."""
     return RunConfig(
         model=ModelConfig(mixers=pattern(mixers), layers=4, width=128, heads=2, key_size=64, vocabulary=1024),
         data=DataConfig(path=STDLIB_BPE, sequence_length=512, batch_size=4),
         training=TrainingConfig(
-            steps=400,
-            warmup_steps=40,
-            peak_learning_rate=3e-3,
-            validation_interval=100,
-            validation_tokens=1 << 14,
-            checkpoint_interval=100,
+            steps=250,
+            warmup_steps=25,
+            peak_learning_rate=4e-3,
+            validation_interval=50,
+            validation_tokens=1 << 13,
+            checkpoint_interval=50,
             keep=1,
         ),
         prepare=PrepareConfig(
