@@ -65,13 +65,16 @@ def mesa(
     if backend == "reference":
         output, after = reference_mesa(q, k, v, log_decay, write, ridge, state, cu_seqlens, sign=sign)
         return MesaOutput(output.to(v.dtype), after, torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device))
-    kk, kv = 0.5 * (state.kk + state.kk.mT), state.kv
-    state = MesaState(kk.to(dtype), kv.to(dtype))
+    state = MesaState(state.kk.to(dtype), state.kv.to(dtype))
     tensors = (q, k, v, log_decay, write, ridge, *state)
     wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if sizes.time == 1 and cu_seqlens is None and not wants_gradient:
         output, after, steps = mesa_step(q, k, v, log_decay, write, ridge, state, solver, sign)
         return MesaOutput(output.to(v.dtype), after, steps)
     layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens)
-    output, kk, kv, steps = ChunkedMesa.apply(*tensors, sign, solver, layout)  # type: ignore[no-untyped-call]
+    # Only the symmetric part of kk has a meaning; taking it here makes its gradient symmetric too.
+    symmetric_kk = 0.5 * (state.kk + state.kk.mT)
+    output, kk, kv, steps = ChunkedMesa.apply(  # type: ignore[no-untyped-call]
+        q, k, v, log_decay, write, ridge, symmetric_kk, state.kv, sign, solver, layout
+    )
     return MesaOutput(output, MesaState(kk, kv), steps)

@@ -60,7 +60,7 @@ def mesa_step(
     kv = torch.baddbmm(state.kv.flatten(0, 1) * gamma, written, v)
 
     direct = solver.preconditioner == "auto" and solver.max_steps > 0 and sign is None
-    matrix = kk.clone()
+    matrix = torch.add(kk, kk.mT).mul_(0.5)
     matrix.unflatten(0, (batch, heads)).diagonal(dim1=-2, dim2=-1).add_(ridge)
     systems = DenseSystems(matrix, direct)
     solution = solve(systems, q.clone(), solver, Workspace(dtype, q.device))
