@@ -4,6 +4,7 @@ from mesanet.cli.dispatch import Command, dispatch
 
 BENCHMARKS = {
     "gated": Command("mesanet.cli.bench_gated", "time the recurrent ops beside softmax attention and transformers"),
+    "model": Command("mesanet.cli.bench_model", "time training and generation of whole models beside attention"),
     "op": Command("mesanet.cli.bench_op", "time the Mesa op beside softmax attention and a large matrix product"),
 }
 
