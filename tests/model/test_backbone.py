@@ -250,3 +250,19 @@ def test_mistakes_are_named() -> None:
         model.loss(tokens, tokens[:, 1:])
     with pytest.raises(ValueError, match="gamma_range"):
         small("mlstm", gamma_range="signed")
+
+
+def test_the_papers_plain_method_can_be_asked_for() -> None:
+    model = small("mesa").eval()
+    tokens = torch.randint(0, 50, (1, 40))
+    solvers = [mixer.inference_solver for mixer in model.mixers()]  # type: ignore[attr-defined]
+    assert {solver.preconditioner for solver in solvers} == {"auto"}
+    with model.observe() as preconditioned:
+        model(tokens)
+    model.set_solver(preconditioner="none")
+    with model.observe() as plain:
+        model(tokens)
+    fewer = [seen.steps.sum() < other.steps.sum() for seen, other in zip(preconditioned, plain, strict=True)]  # type: ignore[union-attr]
+    assert all(fewer)
+    model.set_solver(preconditioner="auto")
+    assert [mixer.inference_solver for mixer in model.mixers()] == solvers  # type: ignore[attr-defined]

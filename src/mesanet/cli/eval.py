@@ -21,6 +21,8 @@ class SolverOptions:
     """The most steps that a token may take; as the model says if not given."""
     tolerance: tuple[float, ...] = ()
     """Relative residual at which a token stops, 0 for exactly max-steps steps; as the model says if not given."""
+    preconditioner: Literal["auto", "none"] | None = None
+    """none solves by the paper's plain method; as the model says if not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,10 @@ def run(arguments: list[str]) -> None:
         for data, length in product(options.data, options.length)
     ]
     steps, tolerances = options.solver.max_steps or (None,), options.solver.tolerance or (None,)
-    solvers = [SolverOverride(max_steps=most, tolerance=limit) for most, limit in product(steps, tolerances)]
+    solvers = [
+        SolverOverride(max_steps=most, tolerance=limit, preconditioner=options.solver.preconditioner)
+        for most, limit in product(steps, tolerances)
+    ]
     from mesanet.evaluation.run import evaluate_run
     from mesanet.report.evaluations import counterpart, evaluations_table, positions_table
 

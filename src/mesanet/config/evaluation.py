@@ -18,6 +18,9 @@ class SolverOverride:
     tolerance: float | None = None
     """Relative residual at which a token stops, 0 for exactly max_steps steps; as the model says if not given."""
 
+    preconditioner: Literal["auto", "none"] | None = None
+    """none solves by the paper's plain method; as the model says if not given."""
+
     def __post_init__(self) -> None:
         check_fields(self)
         if self.max_steps is not None:
@@ -28,7 +31,7 @@ class SolverOverride:
     @property
     def changes_anything(self) -> bool:
         """Whether something is given."""
-        return self.max_steps is not None or self.tolerance is not None
+        return (self.max_steps, self.tolerance, self.preconditioner) != (None, None, None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,4 +125,6 @@ def record_name(data: EvaluationData, config: EvaluationConfig, solver: SolverOv
         parts.append(f"steps{solver.max_steps}")
     if solver.tolerance is not None:
         parts.append(f"tolerance{solver.tolerance:g}")
+    if solver.preconditioner is not None:
+        parts.append(f"preconditioner_{solver.preconditioner}")
     return "-".join([*parts, key[:8]]) + ".json"

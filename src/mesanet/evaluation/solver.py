@@ -69,7 +69,7 @@ def solver_override(model: LanguageModel, change: SolverOverride) -> Iterator[di
             f"the model has no mesa layer but {', '.join(model.config.mixers)}: leave the solver's options out"
         )
     before = [mixer.inference_solver for mixer in layers]
-    model.set_solver(max_steps=change.max_steps, tolerance=change.tolerance)
+    model.set_solver(max_steps=change.max_steps, tolerance=change.tolerance, preconditioner=change.preconditioner)
     try:
         yield None if not layers else _settings(layers[0])
     finally:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -168,15 +168,21 @@ class LanguageModel(nn.Module):
         *,
         max_steps: int | None = None,
         tolerance: float | None = None,
+        preconditioner: Literal["auto", "none"] | None = None,
         mode: str = "inference",
         layers: tuple[int, ...] | None = None,
     ) -> None:
-        """Change how the mesa layers solve, of a loaded model too; `mode` is "inference", "training" or "both"."""
+        """Change how the mesa layers solve, of a loaded model too; `mode` is "inference", "training" or "both".
+
+        What is None stays as it is; the preconditioner "none" is the paper's plain method.
+        """
         if mode not in ("inference", "training", "both"):
             raise ValueError(f"mode: got {mode!r}, expected inference, training or both")
-        changes = {
+        changes: dict[str, Any] = {
             name: value for name, value in (("max_steps", max_steps), ("tolerance", tolerance)) if value is not None
         }
+        if preconditioner is not None:
+            changes["preconditioner"] = None if preconditioner == "none" else preconditioner
         for layer, mixer in enumerate(self.mixers()):
             if not isinstance(mixer, Mesa) or (layers is not None and layer not in layers):
                 continue
