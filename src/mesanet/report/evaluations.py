@@ -95,7 +95,7 @@ def solver_text(record: Record) -> str:
     if solver is None:
         return "-"
     if solver["tolerance"] == 0:
-        return f"{solver['max_steps']} steps"
+        return f"{solver['max_steps']} step{'' if solver['max_steps'] == 1 else 's'}"
     return f"{solver['tolerance']:g}, at most {solver['max_steps']}"
 
 

@@ -105,7 +105,8 @@ def length_extrapolation(comparison: Comparison) -> Any | None:
         later = so_far.position >= min(16, longest)
         axes[0].plot(so_far.position[later], so_far.value[later], **style)
         means = bucket_means(positions, BUCKETS)
-        axes[1].plot(means.position, means.value, **style)
+        later = means.position >= min(8, longest)
+        axes[1].plot(means.position[later], means.value[later], **style)
     axes[0].set_title("Mean-so-far perplexity by length")
     axes[0].set_ylabel("perplexity of all tokens so far")
     axes[1].set_title("Loss by position")
@@ -114,6 +115,7 @@ def length_extrapolation(comparison: Comparison) -> Any | None:
         _log_positions(each, longest)
         each.axvline(comparison.length, color="#999999", linestyle="--", linewidth=1, label="training length")
     axes[0].set_xlim(left=min(16, longest))
+    axes[1].set_xlim(left=min(8, longest))
     axes[0].legend(loc="upper right")
     return figure
 
@@ -125,7 +127,8 @@ def solver_effort(comparison: Comparison) -> Any | None:
         return None
     uniform, adaptive = _families(run)
     figure, axes = new_figure(2)
-    for records, label, colour in ((uniform, "fixed steps", "#a83232"), (adaptive, "tolerance", "#2a5fa8")):
+    families = ((uniform, "fixed steps", "#a83232", 6), (adaptive, "tolerance", "#2a5fa8", -12))
+    for records, label, colour, above in families:
         if not records:
             continue
         steps = [record["steps"]["mean"] for record in records]
@@ -135,11 +138,13 @@ def solver_effort(comparison: Comparison) -> Any | None:
             axes[0].annotate(
                 _setting(record),
                 (record["steps"]["mean"], record["summary"]["nll"]),
-                (3, 5),
+                (0, above),
                 textcoords="offset points",
                 fontsize=7.5,
+                ha="center",
                 color=colour,
             )
+    axes[0].margins(0.08, 0.14)
     axes[0].set_title("Loss by mean solver steps")
     axes[0].set_xlabel("mean steps of a token")
     axes[0].set_ylabel("NLL (nats per token)")
@@ -206,9 +211,8 @@ def _lost_by_position(axes: Any, uniform: list[Record], adaptive: list[Record]) 
             if record is (adaptive or uniform)[-1]:
                 continue
             shade = _colours(colours)(0.9 - 0.6 * place / max(len(records) - 1, 1))
-            curve = bucket_difference(positions_of(record), best, BUCKETS)
+            curve = bucket_difference(positions_of(record), best, BUCKETS // 2)
             axes.plot(curve.position, curve.value, color=shade, linewidth=1.4, label=_setting(record))
-    axes.set_yscale("symlog", linthresh=1e-3)
     axes.set_title("Loss beyond the most accurate")
     axes.set_ylabel("difference of NLL")
     axes.legend(ncols=2, fontsize=7.5, title="steps / tolerance", title_fontsize=7.5)
