@@ -49,7 +49,7 @@ def speed_table(record: dict[str, Any], kind: str) -> Any:
         padding=(0, 1, 0, 0),
     )
     rows = [row for row in record[kind] if "skipped" not in row]
-    table.add_column("mixer")
+    table.add_column("mixer", no_wrap=True)
     for row in rows:
         table.add_column(f"B{row['batch']}, {what} {row['length']}", justify="right")
     for name in rows[0]["tokens_per_second"]:
@@ -71,7 +71,7 @@ def cost_table(record: dict[str, Any]) -> Any:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("mixer")
+    table.add_column("mixer", no_wrap=True)
     for column in ("position", "layer update", "layer output", "layer state", "model state", "model", "of it rules"):
         table.add_column(column, justify="right")
     for row in record["costs"]:

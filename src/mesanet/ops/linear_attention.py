@@ -51,8 +51,21 @@ def gated_linear_attention(
         output, last = reference.gated_linear_attention(q_, k_, v_, decay_, write_, state, cu_seqlens, sign)
         return output.to(v.dtype), last
     layout = chunk_layout(sizes.batch, sizes.time, cu_seqlens)
-    output, last = ChunkedLinearAttention.apply(q, k, v, log_decay, write, state, sign, layout)  # type: ignore[no-untyped-call]
+    output, _, last = ChunkedLinearAttention.apply(q, k, v, log_decay, write, state, sign, layout, False)  # type: ignore[no-untyped-call]
     return output, last
+
+
+def normalised_linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, write: Tensor, state: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same on values with a further channel of ones, which comes back apart, as what the output is divided by.
+
+    The state [S, H, K, V + 1] has that channel. Returns the output [B, T, H, V], the sums of the weights
+    [B, T, H], and the last state, all in the dtype of the state.
+    """
+    layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens)
+    output, sums, last = ChunkedLinearAttention.apply(q, k, v, log_decay, write, state, None, layout, True)  # type: ignore[no-untyped-call]
+    return output, sums, last
 
 
 class ChunkedLinearAttention(torch.autograd.Function):
@@ -69,46 +82,67 @@ class ChunkedLinearAttention(torch.autograd.Function):
         state: Tensor,
         sign: Tensor | None,
         layout: ChunkLayout,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the output [B, T, H, V] and the states after the last token."""
+        normalised: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the output [B, T, H, V], that of a further channel of ones [B, T, H], and the states at the end.
+
+        The channel of ones exists only if it is `normalised`, and only in a block of the values at a time.
+        """
         with torch.autocast(q.device.type, enabled=False):
             walk = Walk.plan(layout, q, state.dtype)
             gates = ChunkGates.split(walk, log_decay, write, sign)
-            states = walk.states(q.shape[-1], v.shape[-1], q.device)
-            output, last = torch.empty_like(v, memory_format=torch.contiguous_format), state.clone()
+            channels = v.shape[-1]
+            states = walk.states(q.shape[-1], state.shape[-1], q.device)
+            # What is still to be divided is not rounded to 16 bits.
+            output = torch.empty(v.shape, dtype=walk.dtype if normalised else v.dtype, device=v.device)
+            last = state.clone()
+            sums = torch.empty_like(gates.log_decay) if normalised else None
             for block in walk.blocks:
                 query, key, value = (walk.load(tensor, block) for tensor in (q, k, v))
+                if normalised:
+                    value = append_channel(value, value.new_ones(()).expand(value.shape[:2]))
                 rows = walk.rows(block)
                 part = gates.block(rows)
                 if block.first:
                     carried = state[block.sequences].flatten(0, 1).clone()
                 carried = _carry(walk, block, part, key, value, carried, states[rows])
-                walk.store(output, _read(part, query, key, value, states[rows]), block)
+                read = _read(part, query, key, value, states[rows])
+                walk.store(output, read[..., :channels], block)
+                if sums is not None:
+                    sums[rows] = read[..., channels]
                 if block.last:
                     last[block.sequences] = carried.view_as(last[block.sequences])
             ctx.save_for_backward(q, k, v, log_decay, write, sign, states)
-            ctx.walk = walk
-            return output, last
+            ctx.walk, ctx.normalised = walk, normalised
+            merged = state.new_empty(0) if sums is None else walk.merge(sums, state.dtype)
+            return output, merged, last
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor, grad_sums: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for the six tensors of `forward`."""
         q, k, v, log_decay, write, sign, states = ctx.saved_tensors
         walk: Walk = ctx.walk
+        channels = v.shape[-1]
         with torch.autocast(q.device.type, enabled=False):
             gates = ChunkGates.split(walk, log_decay, write, sign)
             grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v)]
             grad_decay, grad_write = torch.empty_like(gates.log_decay), torch.empty_like(gates.log_decay)
             grad_initial = grad_state.clone()
+            split_sums = walk.split(grad_sums) if ctx.normalised else None
             for block in reversed(walk.blocks):
                 tokens = Tokens(*(walk.load(tensor, block) for tensor in (q, k, v, grad_output)))
                 rows = walk.rows(block)
+                if split_sums is not None:
+                    ones = tokens.value.new_ones(()).expand(tokens.value.shape[:2])
+                    value, error = append_channel(tokens.value, ones), append_channel(tokens.error, split_sums[rows])
+                    tokens = tokens._replace(value=value, error=error)
                 part = gates.block(rows)
                 if block.last:
                     carried = grad_state[block.sequences].flatten(0, 1).clone()
                 arrived, carried = _carry_back(walk, block, part, tokens, carried)
                 *token_grads, grad_decay[rows], grad_write[rows] = _spread(tokens, part, states[rows], arrived)
+                token_grads[2] = token_grads[2][..., :channels]
                 for target, grad in zip(grads, token_grads, strict=True):
                     walk.store(target, grad, block)
                 if block.first:
@@ -117,7 +151,12 @@ class ChunkedLinearAttention(torch.autograd.Function):
                 None if gate is None else walk.merge(grad, gate.dtype)
                 for grad, gate in ((grad_decay, log_decay), (grad_write, write))
             ]
-        return *grads, *merged, grad_initial, None, None
+        return *grads, *merged, grad_initial, None, None, None
+
+
+def append_channel(tensor: Tensor, channel: Tensor) -> Tensor:
+    """[n, C, V] and [n, C] -> [n, C, V + 1]"""
+    return torch.cat([tensor, channel.unsqueeze(-1)], dim=-1)
 
 
 def _carry(

@@ -12,16 +12,20 @@ same one token at a time.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from mesanet.ops import reference
 from mesanet.ops.gated import Argument, cast, check_gated, computing_dtype, sequence_bounds, zero_state
-from mesanet.ops.linear_attention import gated_linear_attention
+from mesanet.ops.linear_attention import normalised_linear_attention
 from mesanet.ops.state import MlstmState
 
+CPU_BLOCK = 64
+"""Tokens that are scaled at once on a CPU."""
 STABILISER_FLOOR = -1e30
 """Lowest stabiliser: it keeps tokens with both gates shut from making differences of infinities."""
 
@@ -58,14 +62,48 @@ def mlstm(
     if sizes.time == 0:
         return v.clone(), state
     stabiliser, last, log_decay, write = stabilise(log_forget, log_input, state.stabiliser, cu_seqlens)
-    values = torch.cat([v.to(dtype), v.new_ones(*v.shape[:3], 1, dtype=dtype)], dim=-1)
     sums = torch.cat([state.kv, state.normaliser.unsqueeze(-1)], dim=-1)
-    read, sums = gated_linear_attention(q, k, values, log_decay.to(dtype), write.to(dtype), sums, cu_seqlens)
-    numerator, overlap = read[..., :-1], read[..., -1]
+    numerator, overlap, sums = normalised_linear_attention(
+        q, k, v, log_decay.to(dtype), write.to(dtype), sums, cu_seqlens
+    )
     # Numerator and denominator both times exp(min(m, 0)), without which exp(-m) could overflow.
     scale, least = torch.exp(stabiliser.clamp(max=0)).to(dtype), torch.exp(-stabiliser.clamp(min=0)).to(dtype)
     factor = scale / (torch.maximum(overlap.abs() * scale, least) + epsilon * scale)
-    return (numerator * factor.unsqueeze(-1)).to(v.dtype), MlstmState(sums[..., :-1], sums[..., -1], last.to(dtype))
+    output = ScaledTokens.apply(numerator, factor, v.dtype)  # type: ignore[no-untyped-call]
+    return output, MlstmState(sums[..., :-1], sums[..., -1], last.to(dtype))
+
+
+class ScaledTokens(torch.autograd.Function):
+    """tensor [B, T, H, V] times factor [B, T, H], a block of tokens at a time, so that products stay in cache."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the product in this dtype."""
+        ctx.save_for_backward(tensor, factor)
+        product = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        for block in _blocks(tensor):
+            product[:, block] = tensor[:, block] * factor[:, block].unsqueeze(-1)
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Gradients for tensor and factor."""
+        tensor, factor = ctx.saved_tensors
+        grad_tensor, grad_factor = torch.empty_like(tensor), torch.empty_like(factor)
+        for block in _blocks(tensor):
+            arrived = grad[:, block].to(tensor.dtype)
+            grad_tensor[:, block] = arrived * factor[:, block].unsqueeze(-1)
+            grad_factor[:, block] = (arrived * tensor[:, block]).sum(-1)
+        return grad_tensor, grad_factor, None
+
+
+def _blocks(tensor: Tensor) -> Iterator[slice]:
+    """Runs of tokens of [B, T, ...]: all of them at once but on a CPU."""
+    length = tensor.shape[1]
+    size = CPU_BLOCK if tensor.device.type == "cpu" else max(1, length)
+    for begin in range(0, length, size):
+        yield slice(begin, begin + size)
 
 
 def _arguments(state: MlstmState | None) -> dict[str, Argument]:
