@@ -83,10 +83,11 @@ def draw(record: dict[str, Any], path: Path) -> None:
         best = row["best"]
         shown = [name for name in names if name in best]
         places = [names.index(name) + (number - (len(rows) - 1) / 2) * width for name in shown]
-        axes.bar(places, [best[name] / row["time"] * 1e6 for name in shown], width, label=f"T = {row['time']}")
-    axes.set_yscale("log")
+        tokens = record["settings"]["batch"] * row["time"]
+        axes.bar(places, [1e6 * best[name] / tokens for name in shown], width, label=f"T = {row['time']}")
     axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    axes.set_ylabel("microseconds per token, forward+backward")
+    axes.set_ylabel("microseconds per token")
+    axes.set_title("forward+backward")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False)
     write_atomic(path, lambda file: figure.savefig(file, format="png", dpi=150))

@@ -72,7 +72,7 @@ def cost_table(record: dict[str, Any]) -> Any:
         padding=(0, 1, 0, 0),
     )
     table.add_column("mixer", no_wrap=True)
-    for column in ("position", "layer update", "layer output", "layer state", "model state", "model", "of it rules"):
+    for column in ("at", "layer update", "layer output", "layer state", "model state", "model", "of it rules"):
         table.add_column(column, justify="right")
     for row in record["costs"]:
         table.add_row(
