@@ -18,6 +18,7 @@ from mesanet.ops.checks import check_mesa
 from mesanet.ops.chunks import chunk_layout
 from mesanet.ops.mesa_chunked import ChunkedMesa
 from mesanet.ops.mesa_step import mesa_step
+from mesanet.ops.precision import own_precision
 from mesanet.ops.reference.mesa import mesa as reference_mesa
 from mesanet.ops.solver import ConjugateGradient
 from mesanet.ops.state import MesaState
@@ -57,24 +58,25 @@ def mesa(
     the systems positive definite.
     """
     sizes = check_mesa(q, k, v, log_decay, write, ridge, state, cu_seqlens, backend, sign)
-    dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
-    if state is None:
-        kk = torch.zeros(sizes.sequences, sizes.heads, sizes.key, sizes.key, dtype=dtype, device=q.device)
-        kv = torch.zeros(sizes.sequences, sizes.heads, sizes.key, sizes.value, dtype=dtype, device=q.device)
-        state = MesaState(kk, kv)
-    if backend == "reference":
-        output, after = reference_mesa(q, k, v, log_decay, write, ridge, state, cu_seqlens, sign=sign)
-        return MesaOutput(output.to(v.dtype), after, torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device))
-    state = MesaState(state.kk.to(dtype), state.kv.to(dtype))
-    tensors = (q, k, v, log_decay, write, ridge, *state)
-    wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if sizes.time == 1 and cu_seqlens is None and not wants_gradient:
-        output, after, steps = mesa_step(q, k, v, log_decay, write, ridge, state, solver, sign)
-        return MesaOutput(output.to(v.dtype), after, steps)
-    layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens)
-    # Only the symmetric part of kk has a meaning; taking it here makes its gradient symmetric too.
-    symmetric_kk = 0.5 * (state.kk + state.kk.mT)
-    output, kk, kv, steps = ChunkedMesa.apply(  # type: ignore[no-untyped-call]
-        q, k, v, log_decay, write, ridge, symmetric_kk, state.kv, sign, solver, layout
-    )
-    return MesaOutput(output, MesaState(kk, kv), steps)
+    with own_precision(q.device):
+        dtype = torch.float64 if torch.float64 in (q.dtype, k.dtype, v.dtype) else torch.float32
+        if state is None:
+            kk = torch.zeros(sizes.sequences, sizes.heads, sizes.key, sizes.key, dtype=dtype, device=q.device)
+            kv = torch.zeros(sizes.sequences, sizes.heads, sizes.key, sizes.value, dtype=dtype, device=q.device)
+            state = MesaState(kk, kv)
+        if backend == "reference":
+            output, after = reference_mesa(q, k, v, log_decay, write, ridge, state, cu_seqlens, sign=sign)
+            return MesaOutput(output.to(v.dtype), after, torch.zeros(q.shape[:3], dtype=torch.int32, device=q.device))
+        state = MesaState(state.kk.to(dtype), state.kv.to(dtype))
+        tensors = (q, k, v, log_decay, write, ridge, *state)
+        wants_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if sizes.time == 1 and cu_seqlens is None and not wants_gradient:
+            output, after, steps = mesa_step(q, k, v, log_decay, write, ridge, state, solver, sign)
+            return MesaOutput(output.to(v.dtype), after, steps)
+        layout = chunk_layout(q.shape[0], q.shape[1], cu_seqlens)
+        # Only the symmetric part of kk has a meaning; taking it here makes its gradient symmetric too.
+        symmetric_kk = 0.5 * (state.kk + state.kk.mT)
+        output, kk, kv, steps = ChunkedMesa.apply(  # type: ignore[no-untyped-call]
+            q, k, v, log_decay, write, ridge, symmetric_kk, state.kv, sign, solver, layout
+        )
+        return MesaOutput(output, MesaState(kk, kv), steps)

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from mesanet.ops.chunks import ChunkLayout
 from mesanet.ops.mesa_gradient import solve_errors, spread_errors
 from mesanet.ops.mesa_tiles import MesaChunks, Tile
+from mesanet.ops.precision import own_precision
 from mesanet.ops.ridge_system import RidgeSystems
 from mesanet.ops.solver import ConjugateGradient, solve
 from mesanet.ops.state import MesaState
@@ -71,33 +72,34 @@ class ChunkedMesa(torch.autograd.Function):
         ctx: Any, grad_output: Tensor, grad_kk: Tensor, grad_kv: Tensor, _: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Gradients for the eight tensors of `forward`."""
-        *inputs, solved = ctx.saved_tensors
-        layout = ctx.layout
-        chunks = MesaChunks.from_tensors(inputs)
-        errors = layout.view(layout.pad(grad_output))
-        padded_solved_errors = solved.new_empty(layout.rows, layout.chunks * layout.chunk, *chunks.ridge.shape)
-        solved_errors = layout.view(padded_solved_errors)
-        from_state = torch.empty_like(chunks.write)
-        grad_ridge = solved.new_empty(solved.shape[0], solved.shape[-1])
-        for tile, preconditioner in zip(ctx.tiles, ctx.preconditioners, strict=True):
-            systems = chunks.systems(tile, preconditioner)
-            e_star, from_state[tile.where], grad_ridge[tile.where] = solve_errors(
-                systems, chunks, tile, errors, solved, ctx.solver
-            )
-            tile.scatter(solved_errors, e_star)
-        arriving = MesaState(grad_kk, grad_kv)
-        spread = spread_errors(chunks, layout, errors, solved, solved_errors, from_state, arriving)
-        grads = [
-            layout.unpad(padded_solved_errors),
-            layout.unpad(spread.keys),
-            layout.unpad(spread.values),
-            layout.merge(spread.log_decay, ctx.dtypes[3]),
-            layout.merge(spread.write, ctx.dtypes[4]),
-            grad_ridge.unflatten(0, chunks.grid).sum((0, 2)),
-            spread.state.kk,
-            spread.state.kv,
-        ]
-        return (*(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None)
+        with own_precision(grad_output.device):
+            *inputs, solved = ctx.saved_tensors
+            layout = ctx.layout
+            chunks = MesaChunks.from_tensors(inputs)
+            errors = layout.view(layout.pad(grad_output))
+            padded_solved_errors = solved.new_empty(layout.rows, layout.chunks * layout.chunk, *chunks.ridge.shape)
+            solved_errors = layout.view(padded_solved_errors)
+            from_state = torch.empty_like(chunks.write)
+            grad_ridge = solved.new_empty(solved.shape[0], solved.shape[-1])
+            for tile, preconditioner in zip(ctx.tiles, ctx.preconditioners, strict=True):
+                systems = chunks.systems(tile, preconditioner)
+                e_star, from_state[tile.where], grad_ridge[tile.where] = solve_errors(
+                    systems, chunks, tile, errors, solved, ctx.solver
+                )
+                tile.scatter(solved_errors, e_star)
+            arriving = MesaState(grad_kk, grad_kv)
+            spread = spread_errors(chunks, layout, errors, solved, solved_errors, from_state, arriving)
+            grads = [
+                layout.unpad(padded_solved_errors),
+                layout.unpad(spread.keys),
+                layout.unpad(spread.values),
+                layout.merge(spread.log_decay, ctx.dtypes[3]),
+                layout.merge(spread.write, ctx.dtypes[4]),
+                grad_ridge.unflatten(0, chunks.grid).sum((0, 2)),
+                spread.state.kk,
+                spread.state.kv,
+            ]
+            return (*(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None)
 
 
 def _read(systems: RidgeSystems, solved: Tensor, chunks: MesaChunks, tile: Tile) -> Tensor:
