@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mesanet.ops.chunks import ChunkLayout
+from mesanet.ops.derivatives import first_derivative_only
 from mesanet.ops.mesa_gradient import solve_errors, spread_errors
 from mesanet.ops.mesa_tiles import MesaChunks, Tile
 from mesanet.ops.precision import own_precision
@@ -67,7 +67,7 @@ class ChunkedMesa(torch.autograd.Function):
         return layout.unpad(padded_output), after.kk, after.kv, merged_steps
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("mesanet.mesa")
     def backward(
         ctx: Any, grad_output: Tensor, grad_kk: Tensor, grad_kv: Tensor, _: Tensor
     ) -> tuple[Tensor | None, ...]:
