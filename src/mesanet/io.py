@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all.
+"""Files that are written whole or not at all, and the locks and checksums of folders that are written into.
 
 Every writer here writes into a temporary file in the same folder, flushes it to the disk and then renames it over the
 target, so that a crash at any moment leaves either the old file or the new one, never a part of one.
@@ -6,12 +6,16 @@ target, so that a crash at any moment leaves either the old file or the new one,
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from mesanet.errors import UserError
 
 
 def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> Path:
@@ -71,6 +75,50 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def file_digest(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 of a file, read a little at a time."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def locked(path: Path, busy: str, *, remove: bool = False) -> Iterator[None]:
+    """Hold the lock file `path`, or raise UserError with the text `busy` where another process holds it.
+
+    The lock goes with the process, however that ends. With `remove` the file goes as well, before the lock does.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows has no such locks, and goes without
+        yield
+        return
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise UserError(busy) from error
+        # Who held it may have removed the file in between: then this lock is on a file that nobody else can find.
+        if _is_same_file(descriptor, path):
+            break
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        if remove:
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _permissions(target: Path) -> int:

@@ -57,6 +57,16 @@ def _no_column(folder: Path) -> Path:
     return write_lines(folder / "data.jsonl", ["a"], column="content")
 
 
+def _white(folder: Path) -> Path:
+    (folder / "white.txt").write_text(" \n\n\t ")
+    return folder / "white.txt"
+
+
+def _endless_number(folder: Path) -> Path:
+    (folder / "data.jsonl").write_text('{"text": "a"}\n{"text": "b", "x": ' + "9" * 5000 + "}\n")
+    return folder / "data.jsonl"
+
+
 def _number(folder: Path) -> Path:
     (folder / "data.jsonl").write_text('{"text": 3}\n')
     return folder / "data.jsonl"
@@ -114,6 +124,8 @@ def _missing(folder: Path) -> Path:
 
 
 CASES: list[tuple[Callable[[Path], Path], str]] = [
+    (_white, "there is no text in white.txt"),
+    (_endless_number, "data.jsonl, line 2: not a JSON record (Exceeds the limit"),
     (_empty, "empty.jsonl is empty"),
     (_only_empty_documents, "every document is empty"),
     (_garbage_text, "garbage.txt is not UTF-8 text: byte 128"),
@@ -191,6 +203,24 @@ def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], options
     assert code == 2
     assert says in " ".join(errors.replace("│", " ").split())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dropped_connection_says_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stream:
+        def __iter__(self) -> Iterator[dict[str, str]]:
+            yield {"text": "a" * 100}
+            raise ConnectionError("Connection reset by peer\nand much more")
+
+        def state_dict(self) -> dict[str, str]:
+            return {}
+
+    monkeypatch.setattr("mesanet.data.hub.HubSource._open", lambda self: Stream())
+    words = ["data", "prepare", "owner/set", "--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", 0]
+    code, errors = _run(capsys, *words)
+    assert (code, len(errors.strip().splitlines())) == (2, 1)
+    assert "'owner/set' broke off: Connection reset by peer; what is finished is kept: run the same command" in errors
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ import pytest
 from tests.data.conftest import make_texts
 
 from mesanet.data import DamagedShardError, Dataset, open_dataset
-from mesanet.data.layout import file_digest
 from mesanet.errors import UserError
+from mesanet.io import file_digest
 
 
 @pytest.fixture

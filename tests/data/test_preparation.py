@@ -261,3 +261,15 @@ def test_two_preparations_at_once_are_refused(tmp_path: Path) -> None:
     with Folder(tmp_path / "out"), pytest.raises(UserError, match="another process is preparing"):
         prepare(config(source, out=tmp_path / "out"), quiet=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_null_is_an_empty_document_in_every_format(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"text": "one"}, {"text": None}, {"text": " \n"}, {"text": "two"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "b.parquet")
+    for name in ("a.jsonl", "b.parquet"):
+        settings = config(tmp_path / name, out=tmp_path / f"{name}.out", validation_fraction=0.0)
+        counts = prepare(settings, quiet=True)["counts"]
+        assert (counts["documents"], counts["empty"]) == (2, 2), name

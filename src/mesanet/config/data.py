@@ -67,6 +67,16 @@ class TokenizerConfig:
     """Number of token ids: the 256 bytes, BOS, and merges."""
     text_column: str = "text"
     """Field of a JSON record, or column of a table, that holds the text."""
+    separator: str | None = None
+    """Text between the documents of a .txt file, such as <|endoftext|>; without it a file is one document."""
+    document_bytes: int = 1 << 24
+    """A longer .txt file is cut into documents of at most this size, at the ends of lines."""
+    hub_config: str | None = None
+    """Configuration of the data set of the hub, where it has several."""
+    hub_split: str = "train"
+    """Split of the data set of the hub."""
+    hub_revision: str | None = None
+    """Commit or branch of the data set of the hub."""
     megabytes: float = 200.0
     """How much text to read at most, taken from the start of the sources: training holds its word counts in memory."""
 
@@ -74,6 +84,9 @@ class TokenizerConfig:
         check_fields(self)
         check_not_empty("sources", self.sources)
         check_in_range("vocabulary", self.vocabulary, 257, 1 << 20)
+        check_in_range("document_bytes", self.document_bytes, 1 << 10, 1 << 24)
+        if self.separator is not None:
+            check_not_empty("separator", self.separator)
         check_in_range("megabytes", self.megabytes, 0, low_open=True)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mesanet.data.layout import FORMAT, INDEX, PLAN, SPLITS, TOKENIZER, VERIFIED, file_digest
+from mesanet.data.layout import FORMAT, INDEX, PLAN, SPLITS, TOKENIZER, VERIFIED
 from mesanet.data.tokenizer import Tokenizer, load_tokenizer
 from mesanet.errors import UserError
-from mesanet.io import read_json, write_json_atomic
+from mesanet.io import file_digest, read_json, write_json_atomic
 
 # Every map holds a file descriptor, of which a process has about a thousand.
 MAPS = 256
@@ -106,8 +106,8 @@ class Dataset:
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer that the folder was prepared with."""
         entry = self.index["tokenizer"]
-        local = self.folder / TOKENIZER
-        tokenizer = load_tokenizer(local if local.exists() else entry["name"], entry["bos_token"])
+        copied = any(file["file"] == TOKENIZER for file in self.index["files"])
+        tokenizer = load_tokenizer(self.folder / TOKENIZER if copied else entry["name"], entry["bos_token"])
         if tokenizer.fingerprint != entry["fingerprint"]:
             raise UserError(f"the tokenizer {entry['name']} here is not the one that {self.folder} was prepared with")
         return tokenizer

@@ -84,7 +84,8 @@ class Documents:
 
 def tokenise(block: Block, tokenizer: Tokenizer, reading: Reading) -> Documents:
     """Read a block's documents and turn them into tokens, or raise UserError that names the file and the place."""
-    texts = list(read_documents(block, reading))
+    # White space alone is no document; as an empty one it is counted and dropped.
+    texts = ["" if text.isspace() else text for text in read_documents(block, reading)]
     encoded = tokenizer.encode_batch(texts)
     raw = [encode_utf8(text) for text in texts]
     return Documents(
@@ -120,14 +121,19 @@ def _record_text(line: bytes, column: str, place: str) -> str:
         record = json.loads(line)
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: not UTF-8 ({error.reason})") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+    except RecursionError as error:
+        raise UserError(f"{place}: not a JSON record (nested too deeply)") from error
+    except ValueError as error:
+        # Python reads no number of thousands of digits, which is a plain ValueError.
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(";")[0]
         raise UserError(f"{place}: not a JSON record ({reason})") from error
     if not isinstance(record, dict):
         raise UserError(f"{place}: expected a JSON object with the field {column!r}, got {type(record).__name__}")
     if column not in record:
         raise UserError(f"{place}: no field {column!r}, only {name_columns(record)}; choose one with --text-column")
     text = record[column]
+    if text is None:
+        return ""
     if not isinstance(text, str):
         raise UserError(f"{place}: the field {column!r} must hold a string, got {type(text).__name__}")
     return text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from mesanet.data.layout import (
     record_name,
 )
 from mesanet.errors import UserError
-from mesanet.io import read_json, write_atomic, write_json_atomic
+from mesanet.io import locked, read_json, write_atomic, write_json_atomic
 
 
 class Folder:
@@ -34,7 +35,7 @@ class Folder:
         self.path = path
         self._created = False
         self._claimed = False
-        self._lock: BinaryIO | None = None
+        self._lock = contextlib.ExitStack()
 
     def __enter__(self) -> Folder:
         if self.path.exists() and not self.path.is_dir():
@@ -42,7 +43,8 @@ class Folder:
         self._created = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         self._refuse_foreign()
-        self._lock = _lock(self.path / LOCK)
+        busy = f"another process is preparing {self.path} right now; wait for it to end"
+        self._lock.enter_context(locked(self.path / LOCK, busy, remove=True))
         return self
 
     def __exit__(
@@ -52,11 +54,11 @@ class Folder:
             self._remove_unfinished()
             if not self.finished():
                 self._remove(PLAN, TOKENIZER)
-        self._remove(LOCK)
-        if self._lock is not None:
-            self._lock.close()
-        if self._created and not any(self.path.iterdir()):
-            self.path.rmdir()
+        self._lock.close()
+        if self._created:
+            # Another process may have come in, or have been faster.
+            with contextlib.suppress(OSError):
+                self.path.rmdir()
 
     def claim(self, plan: dict[str, Any]) -> dict[str, Any] | None:
         """Make the folder hold this preparation, or raise UserError if it holds another; return the index if done."""
@@ -65,12 +67,21 @@ class Folder:
             self._refuse_other(index, plan)
             self._clear_up()
             return index
-        if (self.path / PLAN).exists() and self.finished():
-            self._refuse_other(read_json(self.path / PLAN), plan)
+        there = read_json(self.path / PLAN) if (self.path / PLAN).exists() else None
+        if there is not None and self.finished():
+            self._refuse_other(there, plan)
         self._claimed = True
+        if there is None or _differences(there, plan):
+            # What an attempt at something else left behind before it had finished anything, its tokenizer above all.
+            self._remove(PLAN, TOKENIZER)
         self._remove_unfinished()
         write_json_atomic(self.path / PLAN, plan)
         return None
+
+    def asked_for(self) -> dict[str, Any] | None:
+        """Return the plan of what is in the folder, finished or not; None where there is nothing yet."""
+        name = next((name for name in (INDEX, PLAN) if (self.path / name).exists()), None)
+        return None if name is None else read_json(self.path / name)
 
     def finished(self) -> int:
         """Return how many groups of shards are finished."""
@@ -89,10 +100,10 @@ class Folder:
         for split in record["shards"]:
             yield self._table(split, record)[1]
 
-    def finish(self, plan: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
+    def finish(self, plan: dict[str, Any], counts: dict[str, int], *, own_tokenizer: bool) -> dict[str, Any]:
         """Write the tables of whole splits and the index, then remove what only resuming needs."""
         splits = {split: self._finish_split(split) for split in SPLITS}
-        files = [file_entry(self.path / TOKENIZER)] if (self.path / TOKENIZER).exists() else []
+        files = [file_entry(self.path / TOKENIZER)] if own_tokenizer else []
         index = {**plan, "counts": counts, "splits": splits, "files": files}
         write_json_atomic(self.path / INDEX, index)
         self._clear_up()
@@ -127,11 +138,7 @@ class Folder:
             raise UserError(f"{self.path} holds other files ({', '.join(foreign[:3])}); choose a new folder with --out")
 
     def _refuse_other(self, there: dict[str, Any], plan: dict[str, Any]) -> None:
-        """Compare preparations; the name of a tokenizer says nothing that its fingerprint does not say better."""
-        old, new = (
-            {**flat, "tokenizer": flat["tokenizer"]["fingerprint"], **flat["options"]} for flat in (there, plan)
-        )
-        different = [name for name in new if name != "options" and old.get(name) != new[name]]
+        different = _differences(there, plan)
         if not different:
             return
         found = there["tokenizer"]["name"] if different == ["tokenizer"] else None
@@ -163,16 +170,7 @@ class Folder:
             (self.path / name).unlink(missing_ok=True)
 
 
-def _lock(path: Path) -> BinaryIO:
-    """Keep a second preparation out of the folder; the lock goes with the process, however it ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has no such lock, and goes without
-        return path.open("wb")
-    file = path.open("wb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise UserError(f"another process is preparing {path.parent} right now; wait for it to end") from error
-    return file
+def _differences(there: dict[str, Any], plan: dict[str, Any]) -> list[str]:
+    """Name what differs; the name of a tokenizer says nothing that its fingerprint does not say better."""
+    old, new = ({**flat, "tokenizer": flat["tokenizer"]["fingerprint"], **flat["options"]} for flat in (there, plan))
+    return [name for name in new if name != "options" and old.get(name) != new[name]]

@@ -35,7 +35,7 @@ class HubSource:
             stream.load_state_dict(state)
         waiting: list[bytes] = []
         size, number = 0, first
-        for row in stream:
+        for row in self._rows(stream):
             text = encode_utf8(self._text(row, number))
             waiting.append(text)
             number, size = number + 1, size + len(text)
@@ -55,10 +55,24 @@ class HubSource:
                 self.name, self._config, split=self._split, revision=self._revision, streaming=True
             )
         except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-            # The library's errors run over many lines; the first says what happened.
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-            raise UserError(f"the data set {self.name!r} can't be read{offline}: {reason}") from error
+            raise UserError(f"the data set {self.name!r} can't be read{offline}: {_reason(error)}") from error
+
+    def _rows(self, stream: Any) -> Iterator[Mapping[str, Any]]:
+        """Give the rows, and tell a connection that drops on the way in one sentence."""
+        rows = iter(stream)
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:
+                # Every library below has errors of its own for a connection; none of them is ours to tell apart.
+                raise UserError(
+                    f"reading the data set {self.name!r} broke off: {_reason(error)}; what is finished is kept: "
+                    "run the same command to go on"
+                ) from error
+            yield row
 
     def _text(self, row: Mapping[str, Any], number: int) -> str:
         place = f"{self.name}, document {number}"
@@ -66,6 +80,13 @@ class HubSource:
             columns = name_columns(row)
             raise UserError(f"{place}: no column {self._column!r}, only {columns}; choose one with --text-column")
         text = row[self._column]
+        if text is None:
+            return ""
         if not isinstance(text, str):
             raise UserError(f"{place}: the column {self._column!r} must hold a string, got {type(text).__name__}")
         return text
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, which says what happened; the libraries' run over many."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

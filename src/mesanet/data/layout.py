@@ -13,10 +13,11 @@ split) has a record `group-00000.json`, written after its shards; whatever no re
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 from typing import Any
+
+from mesanet.io import file_digest as file_digest
 
 FORMAT = 1
 SPLITS = ("train", "validation")
@@ -51,12 +52,6 @@ def record_name(number: int) -> str:
 def is_ours(name: str) -> bool:
     """Say whether a preparation may have written a file of this name."""
     return _OURS.fullmatch(name) is not None
-
-
-def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, read a little at a time."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def file_entry(path: Path, digest: str | None = None, **more: Any) -> dict[str, Any]:

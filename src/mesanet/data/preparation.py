@@ -21,7 +21,7 @@ from mesanet.data.seen import SeenHashes
 from mesanet.data.shards import ShardWriter
 from mesanet.data.sources import Source, find_sources
 from mesanet.data.tokenizer import Tokenizer, load_tokenizer
-from mesanet.data.tokenizer_training import TRAINED, tokenizer_of_sources, trained_vocabulary
+from mesanet.data.tokenizer_training import TRAINED, tokenizer_of_sources
 from mesanet.errors import UserError
 from mesanet.io import write_text_atomic
 
@@ -33,11 +33,11 @@ def prepare(config: PrepareConfig, *, quiet: bool = False) -> dict[str, Any]:
 
     The result depends on the sources and the options alone: not on the number of workers, nor on interruptions.
     """
-    tokenizer = find_tokenizer(config, quiet=quiet)
-    sources = find_sources(config)
-    plan = make_plan(config, tokenizer, sources)
     try:
         with Folder(config.out) as folder:
+            sources = find_sources(config)
+            tokenizer = find_tokenizer(config, sources, folder, quiet=quiet)
+            plan = make_plan(config, tokenizer, sources)
             index = folder.claim(plan)
             return _Preparation(config, tokenizer, sources, folder, quiet).run(plan) if index is None else index
     except OSError as error:
@@ -48,21 +48,30 @@ def prepare(config: PrepareConfig, *, quiet: bool = False) -> dict[str, Any]:
         ) from error
 
 
-def find_tokenizer(config: PrepareConfig, *, quiet: bool) -> Tokenizer:
-    """Load the tokenizer, or train the one that `bpe:N` stands for, unless the folder has it already."""
+def find_tokenizer(config: PrepareConfig, sources: list[Source], folder: Folder, *, quiet: bool) -> Tokenizer:
+    """Load the tokenizer, or train the one that `bpe:N` stands for, unless this very preparation has it already."""
     if not config.tokenizer.startswith(TRAINED):
         return load_tokenizer(config.tokenizer, config.bos_token)
-    if (config.out / TOKENIZER).exists():
-        tokenizer = load_tokenizer(config.out / TOKENIZER)
-        if tokenizer.vocabulary == trained_vocabulary(config.tokenizer):
+    there = folder.asked_for()
+    if there is not None and (folder.path / TOKENIZER).exists() and there["tokenizer"]["name"] == config.tokenizer:
+        asked = {"format": FORMAT, "options": plan_options(config), "sources": [each.identity() for each in sources]}
+        tokenizer = load_tokenizer(folder.path / TOKENIZER)
+        if {name: there[name] for name in asked} == asked and tokenizer.fingerprint == there["tokenizer"][
+            "fingerprint"
+        ]:
             tokenizer.name = config.tokenizer
             return tokenizer
     return tokenizer_of_sources(config, quiet=quiet)
 
 
+def plan_options(config: PrepareConfig) -> dict[str, Any]:
+    """The options that the result depends on."""
+    names = ("text_column", "separator", "document_bytes", "shard_tokens", "validation_fraction", "seed")
+    return {name: getattr(config, name) for name in names}
+
+
 def make_plan(config: PrepareConfig, tokenizer: Tokenizer, sources: list[Source]) -> dict[str, Any]:
     """Return everything that the result depends on, as plain JSON data."""
-    names = ("text_column", "separator", "document_bytes", "shard_tokens", "validation_fraction", "seed")
     return {
         "format": FORMAT,
         "tokenizer": {
@@ -73,7 +82,7 @@ def make_plan(config: PrepareConfig, tokenizer: Tokenizer, sources: list[Source]
             "fingerprint": tokenizer.fingerprint,
         },
         "token_type": token_type(tokenizer.vocabulary).name,
-        "options": {name: getattr(config, name) for name in names},
+        "options": plan_options(config),
         "sources": [source.identity() for source in sources],
     }
 
@@ -98,7 +107,8 @@ class _Preparation:
             self._writer.abandon()
             seen.close()
         self._check_not_empty()
-        return self._folder.finish(plan, self._writer.counts)
+        own = self._tokenizer.definition() is not None
+        return self._folder.finish(plan, self._writer.counts, own_tokenizer=own)
 
     def _restore(self, seen: SeenHashes) -> list[Any]:
         """Take up what finished groups say, and return where reading goes on."""
@@ -113,14 +123,14 @@ class _Preparation:
     def _read(self, position: list[Any], seen: SeenHashes) -> None:
         (number, start), skipped = position
         sizes = [source.size for source in self._sources]
-        known = [size for size in sizes if size is not None]
+        total = None if None in sizes else sum(size or 0 for size in sizes)
         before = np.cumsum([0, *(size or 0 for size in sizes)])
         writer = self._writer
         pairs = tokenise_all(
             self._blocks(number, start), self._tokenizer, *self._worker_tokenizer(), self._reading(), self._workers()
         )
         with (
-            Progress(sum(known) if len(known) == len(sizes) else None, quiet=self._quiet) as progress,
+            Progress("preparing", "tokens", quiet=self._quiet) as progress,
             contextlib.closing(pairs),
         ):
             for block, documents in pairs:
@@ -131,9 +141,9 @@ class _Preparation:
                 fresh[full] = seen.add(documents.hashes[full])
                 writer.add(documents, fresh, block.position, passed)
                 skipped -= passed
-                progress.update(
-                    int(before[block.position[0]]) + block.progress, writer.counts["documents"], writer.tokens
-                )
+                note = f"{writer.counts['documents']:,} documents, {writer.tokens:,} tokens"
+                read = int(before[block.position[0]]) + block.progress
+                progress.update(read, total, counted=writer.tokens, note=note)
         writer.finish_group([[len(self._sources), None], 0])
 
     def _blocks(self, number: int, start: Any) -> Iterator[Block]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mesanet.config.data import PrepareConfig, TokenizerConfig
 from mesanet.data.documents import Reading, read_documents
+from mesanet.data.progress import Progress
 from mesanet.data.sources import find_sources
 from mesanet.data.tokenizer import END_OF_TEXT, JsonTokenizer, Tokenizer, repair_surrogates
 from mesanet.errors import UserError
@@ -16,6 +17,8 @@ from mesanet.optional import import_optional
 
 MILLION = 10**6
 TRAINED = "bpe:"
+READING = ("sources", "text_column", "separator", "document_bytes", "hub_config", "hub_split", "hub_revision")
+"""What a preparation and the training of a tokenizer say in the same way: which text it is."""
 
 
 def train_tokenizer(config: TokenizerConfig, *, quiet: bool = False) -> Tokenizer:
@@ -34,12 +37,10 @@ def train_tokenizer(config: TokenizerConfig, *, quiet: bool = False) -> Tokenize
 
 def tokenizer_of_sources(config: PrepareConfig, *, quiet: bool = False) -> Tokenizer:
     """Train the tokenizer that `bpe:N` stands for, on the sources of a preparation; equal sources give equal ones."""
-    settings = TokenizerConfig(
-        sources=config.sources,
-        out=Path("unused"),
-        vocabulary=trained_vocabulary(config.tokenizer),
-        text_column=config.text_column,
-    )
+    if config.bos_token is not None:
+        raise UserError(f"the tokenizer {config.tokenizer} has its own BOS; leave --bos-token out")
+    given = {name: getattr(config, name) for name in READING}
+    settings = TokenizerConfig(**given, out=Path("unused"), vocabulary=trained_vocabulary(config.tokenizer))
     return JsonTokenizer(config.tokenizer, _train(settings, quiet=quiet))
 
 
@@ -60,9 +61,11 @@ def _train(config: TokenizerConfig, *, quiet: bool) -> Any:
         vocab_size=config.vocabulary,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=not quiet,
+        # The library's own bars leave blank lines on standard output, where results go.
+        show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(config), trainer=trainer)
+    with Progress("tokenizer", "B", quiet=quiet) as progress:
+        tokenizer.train_from_iterator(_texts(config, progress), trainer=trainer)
     found = tokenizer.get_vocab_size()
     if found < config.vocabulary:
         raise UserError(
@@ -72,14 +75,16 @@ def _train(config: TokenizerConfig, *, quiet: bool) -> Any:
     return tokenizer
 
 
-def _texts(config: TokenizerConfig) -> Iterator[str]:
+def _texts(config: TokenizerConfig, progress: Progress) -> Iterator[str]:
     """Give documents until there are as many bytes as asked for."""
-    left = config.megabytes * MILLION
-    reading = Reading(text_column=config.text_column)
-    sources = find_sources(PrepareConfig(sources=config.sources, out=Path("unused"), text_column=config.text_column))
-    for source in sources:
+    most = config.megabytes * MILLION
+    given = {name: getattr(config, name) for name in READING}
+    reading = Reading(text_column=config.text_column, separator=config.separator)
+    done = 0
+    for source in find_sources(PrepareConfig(**given, out=Path("unused"))):
         for block in source.blocks(None):
             yield from map(repair_surrogates, read_documents(block, reading))
-            left -= len(block.payload)
-            if left <= 0:
+            done += len(block.payload)
+            progress.update(done, None, note=f"{done / MILLION:.0f} MB of text")
+            if done >= most:
                 return

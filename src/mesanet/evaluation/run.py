@@ -15,10 +15,10 @@ import torch
 from mesanet import __version__
 from mesanet.config.base import to_dict, to_json
 from mesanet.config.evaluation import EvaluationConfig, SolverOverride
+from mesanet.data.progress import Progress
 from mesanet.evaluation.documents import EvaluationData, open_data
 from mesanet.evaluation.evaluate import evaluate
-from mesanet.evaluation.progress import Progress
-from mesanet.io import read_json, write_json_atomic
+from mesanet.io import file_digest, read_json, write_json_atomic
 from mesanet.model.backbone import LanguageModel
 
 FOLDER = "evaluations"
@@ -95,7 +95,6 @@ def provenance(kind: str, command: Sequence[str] | None = None) -> dict[str, Any
 
 def describe_model(model: LanguageModel, folder: Path, run: Path) -> dict[str, Any]:
     """Which model it is, and the hashes of its config and of its weights."""
-    from mesanet.data.layout import file_digest
     from mesanet.model.files import WEIGHTS_FILE
 
     inside = folder.resolve().relative_to(run.resolve()) if folder.resolve() != run.resolve() else Path()
