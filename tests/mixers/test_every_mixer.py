@@ -11,7 +11,12 @@ from mesanet.mixers import MIXERS
 from mesanet.model.backbone import LanguageModel
 from mesanet.model.cache import Cache, state_tensors
 
-PATTERNS = [*((name,) for name in MIXERS), ("hawk", "mesa"), ("sliding_window", "gated_deltanet")]
+PATTERNS = [
+    *((name,) for name in MIXERS),
+    ("hawk", "mesa"),
+    ("sliding_window", "gated_deltanet"),
+    ("attention", "mesa"),
+]
 VOCABULARY = 61
 EXACT = SolverConfig(max_steps=40, tolerance=1e-12)
 """Solves to the last digit, so that how a sequence is cut leaves no trace in the solution."""
@@ -81,11 +86,42 @@ def test_whole_equals_pieces_equals_step_by_step(pattern: tuple[str, ...], dtype
     close(model(again, after_steps)[0], model(again, after_whole)[0], tolerance)
 
 
+@pytest.mark.parametrize("repeated", [False, True], ids=["random", "repeated"])
 @pytest.mark.parametrize("pattern", PATTERNS, ids=ids)
-def test_the_default_solver_is_accurate_enough_for_cached_generation(pattern: tuple[str, ...]) -> None:
+def test_cached_generation_gives_the_logits_of_one_call(pattern: tuple[str, ...], repeated: bool) -> None:
+    """With the solver that a model starts with: a padded prompt of several chunks in pieces, then token by token.
+
+    A token that is repeated for long makes the stiffest systems, and states that are multiplied by the same gate over
+    and over, so that rounding does not average out.
+    """
     model = build(pattern, "float32", inference_solver=ModelConfig().inference_solver)
-    inputs = tokens(2, 21)
-    close(in_pieces(model, inputs, list(range(1, 21)))[0], model(inputs)[0], 1e-4)
+    inputs = tokens(3, 230, seed=4)
+    mask = torch.ones(3, 230, dtype=torch.bool)
+    mask[0, :90] = False
+    mask[1, :33] = False
+    if repeated:
+        inputs[:, 100:] = 7
+    whole, _ = model(inputs, mask=mask)
+    cache = None
+    for begin, end in [(0, 47), (47, 180), *((place, place + 1) for place in range(180, 230))]:
+        logits, cache = model(inputs[:, begin:end], cache, mask=mask[:, begin:end])
+        real = mask[:, begin:end]
+        close(logits[real], whole[:, begin:end][real], FLOAT32)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_limited_steps_hold_in_prefill_and_decoding(steps: int) -> None:
+    """The plain method takes the same few steps however the tokens come; they are far from the solution."""
+    model = build(("mesa",))
+    inputs = tokens(2, 90)
+    solved, _ = model(inputs)
+    model.set_solver(max_steps=steps, tolerance=0.0, preconditioner="none")
+    with model.observe() as seen:
+        whole, _ = model(inputs)
+        stepwise, _ = in_pieces(model, inputs, list(range(70, 90)))
+    assert all((one.steps == steps).all() for one in seen)
+    close(stepwise, whole, FLOAT64)
+    assert (whole - solved).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=ids)

@@ -7,17 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mesanet.cli.dispatch import parse
+from mesanet.config.evaluation import SolverOverride
 from mesanet.config.generation import GenerationConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class SolverOptions:
-    """Changes to how the mesa layers solve."""
-
-    max_steps: int | None = None
-    """The most steps that a token may take; as the model says if not given."""
-    tolerance: float | None = None
-    """Relative residual at which a token stops; as the model says if not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +25,7 @@ class Options:
     """Texts at which to stop; they are not shown."""
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(temperature=0.8, top_p=0.95))
     """How tokens are chosen."""
-    solver: SolverOptions = field(default_factory=SolverOptions)
+    solver: SolverOverride = field(default_factory=SolverOverride)
     """How the mesa layers solve."""
     device: str = "cpu"
     """Where to compute: cpu or cuda."""
@@ -49,7 +40,8 @@ def run(arguments: list[str]) -> None:
 
     folder = find_model(options.model)
     model = load_model(folder, device=options.device)
-    model.set_solver(max_steps=options.solver.max_steps, tolerance=options.solver.tolerance)
+    solver = options.solver
+    model.set_solver(max_steps=solver.max_steps, tolerance=solver.tolerance, preconditioner=solver.preconditioner)
     name = options.tokenizer or tokenizer_name(options.model, folder, model.config.vocabulary)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     shown = terminal_safe if sys.stdout.isatty() else str

@@ -55,7 +55,7 @@ class ModelConfig:
     """Convolve the values as well."""
     training_solver: SolverConfig = field(default_factory=SolverConfig)
     """How the mesa mixer solves its systems while training."""
-    inference_solver: SolverConfig = field(default_factory=lambda: SolverConfig(tolerance=1e-5))
+    inference_solver: SolverConfig = field(default_factory=lambda: SolverConfig(tolerance=1e-7))
     """How the mesa mixer solves its systems otherwise: tighter, so that generation does not depend on how it is cut."""
     ridge_initial: float = 1.0
     """The mesa mixer's regulariser at the start of training."""
