@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from mesanet.cli import main
+from mesanet.config.data import PrepareConfig
 from mesanet.config.model import ModelConfig
+from mesanet.data import prepare
 from mesanet.model.backbone import LanguageModel
 from mesanet.model.files import save_model
 
@@ -83,13 +85,37 @@ def test_the_solvers_curve_is_one_command_and_is_not_done_twice(run: Path, capsy
         (("mesa", "--data", "empty.txt"), "is empty"),
         (("mesa", "--data", "book.txt", "--at-least", "5000"), "the longest has 1350 tokens"),
         (("mesa", "--data", "book.txt", "--relative-to", "attention"), "run the same `mesanet eval` on it first"),
+        (("mesa", "--data", "book.txt", "--buckets", "-3"), "buckets: got -3"),
+        (("mesa", "--data", "column.jsonl"), "choose one with --text-column"),
+        (("mesa", "--data", "other", "--split", "train"), "which is not that of the model (bytes)"),
     ],
 )
 def test_mistakes(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
                   words: tuple[str, ...], sentence: str) -> None:  # fmt: skip
     monkeypatch.chdir(run)
     (run / "empty.txt").write_text("")
+    (run / "column.jsonl").write_text('{"content": "abc"}\n')
+    if "other" in words:
+        pytest.importorskip("tokenizers")
+        prepare(PrepareConfig(sources=("book.txt",), out=run / "other", tokenizer="bpe:257", workers=0), quiet=True)
     assert call("eval", *words) == 2
     error = capsys.readouterr().err.strip()
     assert sentence in error
     assert "\n" not in error
+
+
+def test_how_text_is_read_can_be_said(run: Path) -> None:
+    (run / "column.jsonl").write_text('{"content": "abc"}\n{"content": "defg"}\n')
+    (run / "parts.txt").write_text("abc@@defg")
+    assert call("eval", run / "mesa", "--data", run / "column.jsonl", "--text-column", "content") == 0
+    assert call("eval", run / "mesa", "--data", run / "parts.txt", "--separator", "@@") == 0
+    first, second = records(run / "mesa")
+    assert first["windows"]["tokens"] == second["windows"]["tokens"] == [3, 4]
+    assert first["windows"]["nll"] == pytest.approx(second["windows"]["nll"])
+
+
+def test_prepared_data_of_the_models_tokenizer(run: Path) -> None:
+    out = run / "own"
+    prepare(PrepareConfig(sources=(str(run / "book.txt"),), out=out, tokenizer="bytes", workers=0), quiet=True)
+    assert call("eval", run / "mesa", "--data", out, "--split", "train", "--length", 100) == 0
+    assert records(run / "mesa")[0]["summary"]["tokens"] == len(TEXT)

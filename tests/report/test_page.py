@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from mesanet.errors import UserError
-from mesanet.io import write_json_atomic, write_text_atomic
+from mesanet.io import read_json, write_json_atomic, write_text_atomic
 from mesanet.report.comparison import read_comparison
-from mesanet.report.evaluations import plain_table, positions_table
+from mesanet.report.evaluations import counterpart, plain_table, positions_table
 from mesanet.report.page import build_report
-from mesanet.report.tables import extrapolation_table, perplexity_table
+from mesanet.report.tables import extrapolation_table, perplexity_table, solver_table
 
 pytest.importorskip("matplotlib")
 
@@ -29,6 +29,8 @@ def settings(length: int, max_tokens: int) -> dict[str, Any]:
         "max_tokens": max_tokens,
         "seed": 0,
         "split": "validation",
+        "precision": "float32",
+        "piece": 2048,
         "data": "data",
     }
 
@@ -40,10 +42,10 @@ def evaluation(
     return {
         "kind": "evaluation",
         "created": "2026-01-01",
-        "data": {"name": "text", "fingerprint": "same", "documents": 2},
+        "data": {"name": "text", "fingerprint": "same/validation", "documents": 2},
         "model": {"parameters": 1000, "weights_sha256": "0"},
         "settings": settings(length, max_tokens),
-        "override": {"max_steps": steps, "tolerance": None if steps is None else 0.0},
+        "override": {"max_steps": steps, "tolerance": None if steps is None else 0.0, "preconditioner": None},
         "solver": solver,
         "steps": None if steps is None else {"mean": steps},
         "tokens_per_second": 100.0,
@@ -69,6 +71,7 @@ def folder(tmp_path: Path) -> Path:
         "mesanet": "0",
         "torch": "0",
         "created": "2026-01-01",
+        "data": "same",
         "run": {
             "data": {"batch_size": 2, "sequence_length": LENGTH},
             "training": {"steps": 5, "tokens": None},
@@ -152,6 +155,75 @@ def test_a_report_of_what_there_is(folder: Path) -> None:
     assert text.count("<svg") == 2
     with pytest.raises(UserError, match="holds no comparison"):
         build_report(folder / "runs")
+
+
+def changed(record: dict[str, Any], **parts: dict[str, Any]) -> dict[str, Any]:
+    """A newer record that differs in these parts of its parts."""
+    return {**record, "created": "2026-02-02", **{name: {**record[name], **part} for name, part in parts.items()}}
+
+
+OTHERS = {
+    "data": {"data": {"fingerprint": "other/validation"}},
+    "split": {"data": {"fingerprint": "same/train"}, "settings": {"split": "train"}},
+    "precision": {"settings": {"precision": "bfloat16"}},
+    "piece": {"settings": {"piece": 64}},
+    "length": {"settings": {"length": 2 * LENGTH}},
+    "packed": {"settings": {"packed": True}},
+    "solver": {"override": {"preconditioner": "none"}},
+    "weights": {"model": {"weights_sha256": "old"}},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_was_evaluated_otherwise_is_not_shown(folder: Path, other: str) -> None:
+    """A newer record of other data, settings or weights takes the place of none that the comparison made."""
+    planned = {"settings": {"packed": False}}
+    for name in ("mesa", "attention"):
+        write_json_atomic(folder / "runs" / name / "evaluated.json", {"weights_sha256": "0"})
+    for kind in ("position", "solver"):
+        plan = read_json(folder / "compare.json")
+        plan["evaluations"][kind] |= planned["settings"]
+        write_json_atomic(folder / "compare.json", plan)
+    before = build_report(folder).read_bytes()
+    solver = {"max_steps": 2, "tolerance": 0.0, "preconditioner": None}
+    for number, record in enumerate((evaluation(9.0, LENGTH, 1000), evaluation(9.0, LENGTH, 500, 2, solver))):
+        parts = OTHERS[other]
+        write_json_atomic(folder / "runs" / "mesa" / "evaluations" / f"z{number}.json", changed(record, **parts))
+    assert build_report(folder).read_bytes() == before
+
+
+def test_the_newest_of_equal_records_counts_once(folder: Path) -> None:
+    solver = {"max_steps": 2, "tolerance": 0.0, "preconditioner": None}
+    again = changed(evaluation(1.25, LENGTH, 500, 2, solver))
+    write_json_atomic(folder / "runs" / "mesa" / "evaluations" / "again.json", again)
+    rows = solver_table(read_comparison(folder).runs[0]).rows
+    assert [row[0] for row in rows] == ["0 steps", "2 steps", "4 steps"]
+    assert rows[1][2] == f"{again['summary']['nll']:.4f}"
+
+
+def test_another_run_is_compared_with_the_model_that_it_has_now(tmp_path: Path) -> None:
+    asked = evaluation(2.0, 16, 10)
+    records = {
+        "a_stale": changed(evaluation(7.0, 16, 10), model={"weights_sha256": "old"}),
+        "b_older": evaluation(3.0, 16, 10),
+        "c_newest": changed(evaluation(2.5, 16, 10)),
+        "d_half": changed(evaluation(8.0, 16, 10), settings={"precision": "bfloat16"}),
+    }
+    for name, record in records.items():
+        write_json_atomic(tmp_path / "evaluations" / f"{name}.json", record)
+    assert counterpart(tmp_path, asked, "0") == records["c_newest"]
+    with pytest.raises(UserError, match="run the same `mesanet eval` on it first"):
+        counterpart(tmp_path, asked, "trained since")
+
+
+def test_what_is_no_comparison_yet_says_so(folder: Path) -> None:
+    for path in folder.glob("runs/*/config.json"):
+        path.unlink()
+    with pytest.raises(UserError, match="has no model yet"):
+        build_report(folder)
+    write_json_atomic(folder / "compare.json", {})
+    with pytest.raises(UserError, match=r"compare\.json is not the plan of a comparison"):
+        build_report(folder)
 
 
 def test_plain_tables() -> None:

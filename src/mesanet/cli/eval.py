@@ -10,6 +10,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from mesanet.cli.dispatch import parse
+from mesanet.config.base import check_in_range
 from mesanet.config.evaluation import EvaluationConfig, SolverOverride
 
 
@@ -35,6 +36,10 @@ class Options:
     """Folders that `mesanet data prepare` wrote, or files and folders of text."""
     split: Literal["train", "validation"] = "validation"
     """Split of prepared folders."""
+    text_column: str = "text"
+    """For text: field of a JSON record, or column of a table, that holds it."""
+    separator: str | None = None
+    """For text: what stands between the documents of a .txt file, such as <|endoftext|>; without it a file is one."""
     length: tuple[int, ...] = (2048,)
     """Documents are cut into windows of this many tokens, and each is read without the ones before it."""
     at_least: int = 0
@@ -54,7 +59,7 @@ class Options:
     scale: Literal["log", "linear"] = "log"
     """Buckets of positions in equal ratios, or of equal size."""
     tokenizer: str | None = None
-    """For text: bytes, gpt2 or a tokenizer.json; if not given, the one of the run."""
+    """The model's tokenizer: bytes, gpt2 or a tokenizer.json; if not given, the one of the run."""
     piece: int = 2048
     """Tokens that are computed at once: windows that are longer are fed in pieces through the cache."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -68,10 +73,13 @@ class Options:
 def run(arguments: list[str]) -> None:
     """Evaluate and print."""
     options = parse(Options, arguments, program="mesanet eval")
+    check_in_range("buckets", options.buckets, 1)
     configs = [
         EvaluationConfig(
             data=data,
             split=options.split,
+            text_column=options.text_column,
+            separator=options.separator,
             length=length,
             at_least=options.at_least,
             whole=options.whole,
@@ -87,13 +95,16 @@ def run(arguments: list[str]) -> None:
         SolverOverride(max_steps=most, tolerance=limit, preconditioner=options.solver.preconditioner)
         for most, limit in product(steps, tolerances)
     ]
-    from mesanet.evaluation.run import evaluate_run
+    from mesanet.evaluation.run import current_weights, evaluate_run
     from mesanet.report.evaluations import counterpart, evaluations_table, positions_table
 
     found = evaluate_run(
         options.run, configs, solvers, tokenizer=options.tokenizer, device=options.device, again=options.again
     )
-    bases = [counterpart(options.relative_to, each.record) for each in found] if options.relative_to else None
+    bases = None
+    if options.relative_to is not None:
+        weights = current_weights(options.relative_to)
+        bases = [counterpart(options.relative_to, each.record, weights) for each in found]
     print(evaluations_table([each.record for each in found], bases))
     for number, each in enumerate(found):
         print(f"\n{each.path}{'' if each.fresh else ' (was there already; --again evaluates it anew)'}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from mesanet.config.base import ConfigError, check_fields, check_in_range
+from mesanet.config.base import ConfigError, check_fields, check_in_range, check_not_empty
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,10 @@ class EvaluationConfig:
     """Folder that `mesanet data prepare` wrote, or a file or folder of text, which the model's tokenizer reads."""
     split: Literal["train", "validation"] = "validation"
     """Split of a prepared folder."""
+    text_column: str = "text"
+    """For text: field of a JSON record, or column of a table, that holds it."""
+    separator: str | None = None
+    """For text: what stands between the documents of a .txt file; without it a file is one document."""
     length: int = 2048
     """Documents are cut into windows of this many tokens, and each is read without the ones before it."""
     at_least: int = 0
@@ -65,5 +69,7 @@ class EvaluationConfig:
         check_in_range("seed", self.seed, 0)
         if self.max_tokens is not None:
             check_in_range("max_tokens", self.max_tokens, 1)
+        if self.separator is not None:
+            check_not_empty("separator", self.separator)
         if self.data == Path():
             raise ConfigError("data", "must name prepared data or a text file, got an empty path")

@@ -37,37 +37,71 @@ class EvaluationData(NamedTuple):
     """Equal fingerprints mean equal tokens."""
 
 
-def open_data(config: EvaluationConfig, tokenizer: Callable[[], Any]) -> EvaluationData:
-    """Open what a config names; `tokenizer` loads the model's tokenizer, and is only called for text."""
+class ModelTokenizer(NamedTuple):
+    """The tokenizer that a model was trained with."""
+
+    name: Callable[[], str]
+    """What `load_tokenizer` takes; a ValueError where it can't be told."""
+    told: bool
+    """Whether it can be told."""
+
+
+def open_data(config: EvaluationConfig, tokenizer: ModelTokenizer) -> EvaluationData:
+    """Open what a config names: a prepared folder of the model's own tokenizer, or text, which that one reads."""
     from mesanet.data.layout import INDEX, PLAN
 
     path = config.data
     if (path / INDEX).is_file() or (path / PLAN).is_file():
-        return _prepared(config)
-    return _text(path, tokenizer())
+        return _prepared(config, tokenizer)
+    return _text(config, tokenizer)
 
 
-def _prepared(config: EvaluationConfig) -> EvaluationData:
+def _prepared(config: EvaluationConfig, tokenizer: ModelTokenizer) -> EvaluationData:
     from mesanet.data.dataset import open_dataset
 
     dataset = open_dataset(config.data)
     split = dataset.split(config.split)
     if len(split) == 0:
         raise UserError(f"the {config.split} split of {config.data} is empty; choose another with --split")
+    if tokenizer.told:
+        _check_tokenizer(config.data, dataset.index["tokenizer"], tokenizer.name())
     name = f"{config.data.resolve().name}-{config.split}"
     return EvaluationData(split, dataset.bos, dataset.vocabulary, name, f"{dataset.fingerprint}/{config.split}")
 
 
-def _text(path: Path, tokenizer: Any) -> EvaluationData:
+def _check_tokenizer(data: Path, entry: dict[str, Any], own: str) -> None:
+    """Refuse token ids that mean something else to the model."""
+    from mesanet.data.tokenizer import load_tokenizer
+
+    try:
+        fingerprint = load_tokenizer(own, entry["bos_token"]).fingerprint
+    except UserError:
+        # A tokenizer that has no such BOS is another one.
+        if entry["bos_token"] is None:
+            raise
+        fingerprint = None
+    if fingerprint != entry["fingerprint"]:
+        raise UserError(
+            f"{data} was prepared with the tokenizer {entry['name']}, which is not that of the model ({own}): "
+            "evaluate on data of the model's own tokenizer, or on text"
+        )
+
+
+def _text(config: EvaluationConfig, own: ModelTokenizer) -> EvaluationData:
     from mesanet.config.data import PrepareConfig
     from mesanet.data.documents import Reading, read_documents
     from mesanet.data.sources import find_sources
-    from mesanet.data.tokenizer import repair_surrogates
+    from mesanet.data.tokenizer import load_tokenizer, repair_surrogates
 
+    path, tokenizer = config.data, load_tokenizer(own.name())
+    reading = Reading(text_column=config.text_column, separator=config.separator)
+    sources = PrepareConfig(
+        sources=(str(path),), out=Path("unused"), text_column=config.text_column, separator=config.separator
+    )
     documents: list[NDArray[Any]] = []
-    for source in find_sources(PrepareConfig(sources=(str(path),), out=Path("unused"))):
+    for source in find_sources(sources):
         for block in source.blocks(None):
-            texts = [repair_surrogates(text) for text in read_documents(block, Reading())]
+            texts = [repair_surrogates(text) for text in read_documents(block, reading)]
             documents += [tokens for tokens in tokenizer.encode_batch(texts) if len(tokens)]
     if not documents:
         raise UserError(f"{path} holds no text")

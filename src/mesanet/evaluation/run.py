@@ -16,7 +16,7 @@ from mesanet import __version__
 from mesanet.config.base import to_dict, to_json
 from mesanet.config.evaluation import EvaluationConfig, SolverOverride
 from mesanet.data.progress import Progress
-from mesanet.evaluation.documents import EvaluationData, open_data
+from mesanet.evaluation.documents import EvaluationData, ModelTokenizer, open_data
 from mesanet.evaluation.evaluate import evaluate
 from mesanet.io import file_digest, read_json, write_json_atomic
 from mesanet.model.backbone import LanguageModel
@@ -52,20 +52,16 @@ def evaluate_run(
 
     `command` is what the records say made them, by default the words of this process.
     """
-    from mesanet.model.files import find_model, load_model, tokenizer_name
+    from mesanet.model.files import find_model, load_model
 
     folder = find_model(run / FINAL_MODEL if (run / FINAL_MODEL).is_dir() else run)
     model = load_model(folder, device=device)
     about = describe_model(model, folder, run)
 
-    def load() -> Any:
-        from mesanet.data.tokenizer import load_tokenizer
-
-        return load_tokenizer(tokenizer or tokenizer_name(run, folder, model.config.vocabulary))
-
+    own = _model_tokenizer(tokenizer, run, folder, model.config.vocabulary)
     done = []
     for config in configs:
-        data = open_data(config, load)
+        data = open_data(config, own)
         for solver in solvers:
             key = evaluation_key(about, data, config, solver)
             path = run / FOLDER / record_name(data, config, solver, key)
@@ -78,6 +74,26 @@ def evaluate_run(
             write_json_atomic(path, record, indent=None)
             done.append(Evaluated(path, record, fresh=True))
     return done
+
+
+def current_weights(run: Path) -> str:
+    """The hash of the weights of a run's newest model, as records have it."""
+    from mesanet.model.files import WEIGHTS_FILE, find_model
+
+    return file_digest(find_model(run) / WEIGHTS_FILE)
+
+
+def _model_tokenizer(given: str | None, run: Path, folder: Path, vocabulary: int) -> ModelTokenizer:
+    from mesanet.model.files import tokenizer_name
+
+    def name() -> str:
+        return given or tokenizer_name(run, folder, vocabulary)
+
+    try:
+        name()
+    except ValueError:
+        return ModelTokenizer(name, told=False)
+    return ModelTokenizer(name, told=True)
 
 
 def provenance(kind: str, command: Sequence[str] | None = None) -> dict[str, Any]:
@@ -112,7 +128,8 @@ def evaluation_key(
     about: dict[str, Any], data: EvaluationData, config: EvaluationConfig, solver: SolverOverride
 ) -> str:
     """A hash of all that decides the result: the weights, the tokens, and the settings."""
-    settings = {name: value for name, value in to_dict(config).items() if name not in ("data", "split")}
+    told_by_data = ("data", "split", "text_column", "separator")
+    settings = {name: value for name, value in to_dict(config).items() if name not in told_by_data}
     parts = [about["config_sha256"], about["weights_sha256"], data.fingerprint, settings, to_dict(solver)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

@@ -11,12 +11,16 @@ import numpy as np
 
 from mesanet.errors import UserError
 from mesanet.io import read_json
-from mesanet.report.evaluations import Record, overridden, read_evaluations
+from mesanet.report.evaluations import Record, newest, overridden, read_evaluations
 
 PLAN = "compare.json"
+PLANNED = ("preset", "mixers", "length", "data", "run", "evaluations")
+"""What a plan has to say."""
 CORPUS = "corpus.json"
 RUNS = "runs"
 SAMPLE = "sample.json"
+EVALUATED = "evaluated.json"
+"""Which weights of a run the comparison has evaluated."""
 METRICS = "metrics.jsonl"
 BASE = "attention"
 
@@ -78,47 +82,72 @@ def read_comparison(folder: Path) -> Comparison:
     if not (folder / PLAN).is_file():
         raise UserError(f"{folder} holds no comparison: there is no {PLAN} in it; `mesanet compare` writes one")
     plan = read_json(folder / PLAN)
+    if not isinstance(plan, dict) or any(name not in plan for name in PLANNED):
+        raise UserError(
+            f"{folder / PLAN} is not the plan of a comparison, or not all of it; `mesanet compare` writes it"
+        )
     corpus = read_json(folder / CORPUS) if (folder / CORPUS).is_file() else None
     found = [_read_run(folder / RUNS / mixers, mixers, plan) for mixers in plan["mixers"]]
-    return Comparison(folder=folder, plan=plan, corpus=corpus, runs=[run for run in found if run is not None])
+    runs = [run for run in found if run is not None]
+    if not runs:
+        raise UserError(
+            f"{folder} has no model yet: none of its runs has begun; run the same `mesanet compare` to go on"
+        )
+    return Comparison(folder=folder, plan=plan, corpus=corpus, runs=runs)
 
 
 def _read_run(folder: Path, mixers: str, plan: Record) -> Run | None:
     if not (folder / "config.json").is_file():
         return None
     metrics = list(_metrics(folder / METRICS))
-    records = [record for record in read_evaluations(folder) if _current(record, folder)]
-    evaluations = plan["evaluations"]
-    plain = [record for record in records if not overridden(record)]
+    records = _current(list(read_evaluations(folder)), folder)
+    position, extrapolation, solver = (
+        _planned(records, plan["evaluations"][name], plan["data"]) for name in ("position", "extrapolation", "solver")
+    )
     return Run(
         mixers=mixers,
         config=read_json(folder / "config.json"),
         training=[record for record in metrics if record["kind"] == "train"],
         validation=[record for record in metrics if record["kind"] == "validation"],
-        position=_matching(plain, evaluations["position"]),
-        extrapolation=_matching(plain, evaluations["extrapolation"]),
-        solver=[
-            record
-            for record in records
-            if overridden(record) and _matching([record], evaluations["solver"]) is not None
-        ],
+        position=newest(record for record in position if not overridden(record)),
+        extrapolation=newest(record for record in extrapolation if not overridden(record)),
+        solver=_solver_settings(solver),
         sample=read_json(folder / SAMPLE) if (folder / SAMPLE).is_file() else None,
     )
 
 
-def _current(record: Record, folder: Path) -> bool:
-    """Whether a record is of the weights that the run has now, as far as the run says."""
-    facts = folder / "evaluated.json"
-    return not facts.is_file() or read_json(facts)["weights_sha256"] == record["model"]["weights_sha256"]
+def _current(records: list[Record], folder: Path) -> list[Record]:
+    """The records of the weights that the comparison has evaluated; of the newest ones, as long as it has not said."""
+    facts = folder / EVALUATED
+    latest = newest(iter(records))
+    if latest is None:
+        return []
+    weights = read_json(facts)["weights_sha256"] if facts.is_file() else latest["model"]["weights_sha256"]
+    return [record for record in records if record["model"]["weights_sha256"] == weights]
 
 
-def _matching(records: list[Record], settings: Record | None) -> Record | None:
-    """The newest record with these settings."""
+def _planned(records: list[Record], settings: Record | None, data: str) -> list[Record]:
+    """The records of one planned evaluation: of these data, with all of these settings, wherever the data lie."""
     if settings is None:
-        return None
-    names = ("length", "at_least", "whole", "max_tokens", "seed", "split")
-    found = [r for r in records if all(r["settings"][name] == settings[name] for name in names)]
-    return max(found, key=lambda record: str(record["created"]), default=None)
+        return []
+    wanted = {name: value for name, value in settings.items() if name != "data"}
+    return [
+        record
+        for record in records
+        if record["data"]["fingerprint"] == f"{data}/{settings['split']}"
+        and all(record["settings"].get(name, value) == value for name, value in wanted.items())
+    ]
+
+
+def _solver_settings(records: list[Record]) -> list[Record]:
+    """The newest record of each number of steps and of each tolerance, with the solver's method as the model says."""
+    settings: dict[tuple[int | None, float | None], list[Record]] = {}
+    for record in records:
+        override = record["override"]
+        if overridden(record) and override.get("preconditioner") is None:
+            settings.setdefault((override["max_steps"], override["tolerance"]), []).append(record)
+    found = (newest(iter(same)) for same in settings.values())
+    return [record for record in found if record is not None]
 
 
 def _metrics(path: Path) -> Iterator[Record]:

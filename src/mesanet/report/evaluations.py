@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,38 @@ def read_evaluations(run: Path) -> Iterator[Record]:
             yield record
 
 
-def counterpart(run: Path, record: Record) -> Record:
-    """The evaluation of another run on the same tokens in the same windows, its solver as it comes."""
-    for other in read_evaluations(run):
-        if same_tokens(other, record) and not overridden(other):
-            return other
-    raise UserError(
-        f"{run} has no evaluation on {record['data']['name']} at length {record['settings']['length']} in the same "
-        "windows: run the same `mesanet eval` on it first"
+def counterpart(run: Path, record: Record, weights: str) -> Record:
+    """The evaluation of another run, with the weights of this hash, on the same tokens in the same windows.
+
+    Its solver is as it comes, and of several records the newest counts.
+    """
+    precision = record["settings"].get("precision")
+    found = newest(
+        other
+        for other in read_evaluations(run)
+        if same_tokens(other, record)
+        and not overridden(other)
+        and other["model"]["weights_sha256"] == weights
+        and other["settings"].get("precision") == precision
     )
+    if found is not None:
+        return found
+    raise UserError(
+        f"{run} has no evaluation of its model on {record['data']['name']} at length {record['settings']['length']} in "
+        "the same windows: run the same `mesanet eval` on it first"
+    )
+
+
+def newest(records: Iterable[Record]) -> Record | None:
+    """The record that was made last."""
+    return max(records, key=lambda record: str(record["created"]), default=None)
 
 
 def same_tokens(first: Record, second: Record) -> bool:
     """Whether two records are of the same tokens, cut in the same way."""
     return first["data"]["fingerprint"] == second["data"]["fingerprint"] and all(
-        first["settings"][name] == second["settings"][name]
-        for name in ("length", "at_least", "whole", "max_tokens", "seed")
+        first["settings"].get(name, False) == second["settings"].get(name, False)
+        for name in ("length", "at_least", "whole", "packed", "max_tokens", "seed")
     )
 
 

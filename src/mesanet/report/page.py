@@ -61,7 +61,8 @@ def build_report(folder: Path) -> Path:
 
 
 def _page(comparison: Comparison, figures: dict[str, str]) -> Iterator[str]:
-    title = f"{len(comparison.runs)} sequence layers on the same tokens"
+    layers = "sequence layer" if len(comparison.runs) == 1 else "sequence layers"
+    title = f"{len(comparison.runs)} {layers} on the same tokens"
     yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<title>mesanet compare {escape(comparison.plan['preset'])}</title>\n<style>{CSS}</style>\n</head>\n<body>"
