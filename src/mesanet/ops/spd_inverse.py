@@ -19,7 +19,8 @@ def spd_inverse(matrix: Tensor) -> Tensor:
     size = matrix.shape[-1]
     if size <= _BASE:
         factor, _ = torch.linalg.cholesky_ex(matrix)
-        return torch.cholesky_inverse(factor)
+        # Unlike `cholesky_inverse`, this only divides by the zeros on the diagonal of a factorisation that failed.
+        return torch.cholesky_solve(torch.eye(size, dtype=matrix.dtype, device=matrix.device).expand_as(matrix), factor)
     half = (size + 1) // 2
     corner_inverse = spd_inverse(matrix[:, :half, :half])
     side = matrix[:, :half, half:]
