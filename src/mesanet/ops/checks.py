@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mesanet.ops.solver import ConjugateGradient
 from mesanet.ops.state import MesaState
 
 BACKENDS = ("auto", "chunked", "reference")
+
+
+class Range(NamedTuple):
+    """Which numbers an argument may hold."""
+
+    holds: Callable[[float, float], bool]
+    """Whether all are allowed, from the least and the largest, which are NaN if any is."""
+    description: str
+
+
+RANGES = {
+    "log_decay": Range(lambda least, largest: largest <= 0, "at most 0, the logarithm of a gate in [0, 1]"),
+    "write": Range(lambda least, largest: 0 <= least <= largest <= 1, "numbers in [0, 1]"),
+    "ridge": Range(lambda least, largest: 0 < least <= largest < math.inf, "positive finite numbers"),
+    "sign": Range(lambda least, largest: least == largest == 1, "+1 or -1 everywhere"),
+}
+"""The ranges of the arguments of `mesa`; for the sign, of its absolute value."""
 
 
 class Sizes(NamedTuple):
@@ -77,14 +97,19 @@ def check_mesa(
     write: Tensor,
     ridge: Tensor,
     state: MesaState | None,
+    solver: ConjugateGradient,
     cu_seqlens: Tensor | None,
     backend: str,
     sign: Tensor | None,
 ) -> Sizes:
-    """Everything that can be wrong with the arguments of `mesa`, short of what would need a look at every number."""
+    """Everything that can be wrong with the arguments of `mesa`, but for numbers in the large tensors."""
     check_backend(backend)
+    if not isinstance(solver, ConjugateGradient):
+        raise ValueError(f"solver: got {type(solver).__name__}, expected a ConjugateGradient")
     check_shape("q", q, "B T H K")
     batch, time, heads, key = q.shape
+    if key == 0:
+        raise ValueError(f"q: got shape {list(q.shape)}, expected [B, T, H, K] with K of at least 1")
     known = {"B": batch, "T": time, "H": heads, "K": key}
     check_shape("k", k, "B T H K", **known)
     check_shape("v", v, "B T H V", **known)
@@ -97,12 +122,28 @@ def check_mesa(
     check_shape("ridge", ridge, "H K", **known)
     for name, tensor in {"q": q, "k": k, "v": v, "ridge": ridge, **gates}.items():
         check_like(name, tensor, q.device)
-    if not bool((ridge > 0).all()):
-        raise ValueError(f"ridge: got a smallest value of {float(ridge.min())}, expected only positive numbers")
+    _check_values({"ridge": ridge, **gates})
     known["S"] = check_cu_seqlens(cu_seqlens, batch, time, q.device)
     if state is not None:
         _check_mesa_state(state, known, q.device)
     return Sizes(batch, time, heads, key, known["V"], known["S"])
+
+
+def _check_values(tensors: Mapping[str, Tensor]) -> None:
+    """Refuse gates and ridges out of their range, or not a number; on a GPU all the answers come in one transfer."""
+    filled = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
+    if not filled:
+        return
+    extremes = [extreme for name, tensor in filled.items() for extreme in _of_interest(name, tensor).aminmax()]
+    values = iter(torch.stack(extremes).tolist())
+    for name in filled:
+        least, largest = next(values), next(values)
+        if not RANGES[name].holds(least, largest):
+            raise ValueError(f"{name}: got values from {least} to {largest}, expected {RANGES[name].description}")
+
+
+def _of_interest(name: str, tensor: Tensor) -> Tensor:
+    return tensor.abs() if name == "sign" else tensor
 
 
 def _check_mesa_state(state: MesaState, known: dict[str, int], device: torch.device) -> None:

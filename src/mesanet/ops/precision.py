@@ -58,7 +58,8 @@ class _FullProducts:
 
 
 def _switches() -> tuple[Any, ...]:
-    return (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul) if _BY_NAME else (torch.backends.cuda.matmul,)
+    cpu: Any = torch.backends.mkldnn
+    return (torch.backends.cuda.matmul, cpu.matmul) if _BY_NAME else (torch.backends.cuda.matmul,)
 
 
 def _get(switch: Any) -> str:

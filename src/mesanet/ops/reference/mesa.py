@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from mesanet.ops.reference.sequences import forget_factor, outer, over_sequences, per_state, read, stack_time
@@ -10,20 +11,17 @@ from mesanet.ops.state import MesaState, RecursiveMesaState
 
 
 def mesa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    write: Tensor,
-    ridge: Tensor,
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    log_decay: Float[Tensor, "B T H"],
+    write: Float[Tensor, "B T H"],
+    ridge: Float[Tensor, "H K"],
     state: MesaState | None = None,
-    cu_seqlens: Tensor | None = None,
-    sign: Tensor | None = None,
-) -> tuple[Tensor, MesaState]:
-    """Ridge regression over all the tokens so far, solved exactly at every token.
-
-    q, k [B, T, H, K]; v [B, T, H, V]; log_decay, write, sign [B, T, H]; ridge [H, K] -> output [B, T, H, V], state.
-    """
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
+    sign: Float[Tensor, "B T H"] | None = None,
+) -> tuple[Float[Tensor, "B T H V"], MesaState]:
+    """Ridge regression over all the tokens so far, solved exactly at every token."""
 
     def rule(
         q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, write: Tensor, state: MesaState | None
@@ -56,16 +54,16 @@ def solve(matrix: Tensor, right: Tensor, definite: bool) -> Tensor:
 
 
 def mesa_rls(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    write: Tensor,
-    ridge: Tensor,
+    q: Float[Tensor, "B T H K"],
+    k: Float[Tensor, "B T H K"],
+    v: Float[Tensor, "B T H V"],
+    log_decay: Float[Tensor, "B T H"],
+    write: Float[Tensor, "B T H"],
+    ridge: Float[Tensor, "H K"],
     state: RecursiveMesaState | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, RecursiveMesaState]:
-    """The original recursive least-squares layer (Sherman-Morrison); shapes as for `mesa`.
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
+) -> tuple[Float[Tensor, "B T H V"], RecursiveMesaState]:
+    """The original recursive least-squares layer (Sherman-Morrison).
 
     The ridge enters only through the first inverse, so it fades with every forgetting, and the inverse is divided by
     the forget factor: log_decay must stay finite, and long strong forgetting makes the layer unstable, as published.

@@ -25,6 +25,11 @@ def over_sequences(
     if cu_seqlens is None:
         return rule(**tensors, state=state)
     bounds = [int(bound) for bound in cu_seqlens]
+    if len(bounds) == 1:
+        # No sequences: a token-less one tells the shapes, and none of its state is kept.
+        nothing = {name: None if tensor is None else tensor[:, :0] for name, tensor in tensors.items()}
+        output, last = rule(**nothing, state=None)
+        return output, combine(lambda parts: parts[0][:0], [last])
     outputs: list[Tensor] = []
     states: list[State] = []
     for row, (start, end) in enumerate(pairwise(bounds)):
