@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mesanet.bench.heads import GAMMA_RANGES, mixed_heads
+from mesanet.bench.heads import GAMMA_RANGES, MesaInputs, mixed_heads, unit_vectors
+from mesanet.ops.mesa import mesa
+from mesanet.ops.solver import ConjugateGradient
 
 SIZES = {"batch": 2, "time": 300, "key_size": 16, "value_size": 8}
 
@@ -39,13 +41,38 @@ def test_shapes_norms_and_ranges(correlated: bool) -> None:
     assert inputs.ridge.max() <= 1
 
 
-def test_correlated_keys_are_worse_conditioned() -> None:
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_correlated_vectors_are_worse_conditioned(name: str) -> None:
     def condition(correlated: bool) -> float:
-        keys = mixed_heads(heads=1, correlated=correlated, **SIZES).k.flatten(0, 2)
-        return torch.linalg.cond(keys.T @ keys).item()
+        vectors = getattr(mixed_heads(heads=1, correlated=correlated, **SIZES), name).flatten(0, 2)
+        return torch.linalg.cond(vectors.T @ vectors).item()
 
-    # Eigenvalues 1 ... 1/16 against equal ones, estimated from 600 keys.
-    assert condition(True) > 4 * condition(False)
+    # Eigenvalues 1 ... 1/256 against equal ones, estimated from 600 vectors; making their lengths equal
+    # takes from the large ones less than a factor of four.
+    assert condition(True) > 256 / 4 / 2
+    assert condition(False) < 2
+
+
+def test_no_axis_is_special() -> None:
+    """Correlated vectors lie along axes of their own, so that no diagonal rescaling undoes the correlation."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = unit_vectors(4000, 16, correlated=True, generator=generator)
+    spread = vectors.square().mean(0)
+    # Along their own axes the spreads would be 1 to 1/256; the smallest of 16 random mixtures is far above.
+    assert float(spread.min() / spread.max()) > 1 / 64
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9975])
+def test_correlated_heads_are_too_stiff_for_plain_steps(gamma: float) -> None:
+    """What the benchmark draws with correlated keys is the case that the preconditioner is there for."""
+    heads = [bounds[0] for bounds in GAMMA_RANGES].index(gamma)
+    inputs = mixed_heads(batch=1, time=2048, heads=4, key_size=128, value_size=4, correlated=True)
+    own = MesaInputs(*(tensor[:, :, heads : heads + 1] for tensor in inputs[:5]), inputs.ridge[heads : heads + 1])
+    with torch.no_grad():
+        default = mesa(*own)
+        plain = mesa(*own, solver=ConjugateGradient(preconditioner=None))
+    assert int(default.steps.max()) <= 4
+    assert int(plain.steps.max()) == 30
 
 
 def test_the_seed_decides() -> None:

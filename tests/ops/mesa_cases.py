@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
+from mesanet.bench.heads import unit_vectors
 from mesanet.ops.mesa import MesaOutput
 from mesanet.ops.solver import ConjugateGradient
 from mesanet.ops.state import MesaState
@@ -44,17 +44,6 @@ class Inputs(NamedTuple):
         return Inputs(*(tensor.detach().clone().requires_grad_() for tensor in self))
 
 
-def unit_keys(*shape: int, correlated: bool = False) -> Tensor:
-    """Keys of length one; correlated ones have a covariance whose eigenvalues fall like 1 / i^2."""
-    keys = torch.randn(*shape, dtype=torch.float64)
-    if correlated:
-        size = shape[-1]
-        spectrum = torch.arange(1, size + 1, dtype=torch.float64).reciprocal()
-        rotation, _ = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))
-        keys = keys * spectrum @ rotation
-    return normalize(keys, dim=-1)
-
-
 def make_inputs(
     batch: int,
     time: int,
@@ -76,8 +65,8 @@ def make_inputs(
     past = torch.randn(rows, heads, key, key, dtype=torch.float64) / key**0.5
     low, high = ridge
     return Inputs(
-        q=unit_keys(batch, time, heads, key, correlated=correlated),
-        k=unit_keys(batch, time, heads, key, correlated=correlated),
+        q=unit_vectors(batch, time, heads, key, correlated=correlated, dtype=torch.float64),
+        k=unit_vectors(batch, time, heads, key, correlated=correlated, dtype=torch.float64),
         v=torch.randn(batch, time, heads, value, dtype=torch.float64),
         log_decay=gates.log(),
         write=torch.rand(batch, time, heads, dtype=torch.float64),

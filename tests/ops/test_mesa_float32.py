@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ops.mesa_cases import EXACT, Inputs, gradients, make_inputs, relative_error, unit_keys
+from tests.ops.mesa_cases import EXACT, Inputs, gradients, make_inputs, relative_error
 from torch import Tensor
 
 from mesanet.ops.chunks import chunk_layout
@@ -247,7 +247,3 @@ def test_wrong_backend_and_settings_are_named() -> None:
     for wrong in ({"max_steps": -1}, {"max_steps": 1.5}, {"tolerance": -0.1}, {"preconditioner": "jacobi"}):
         with pytest.raises(ValueError, match=rf"^{next(iter(wrong))}: got .*expected"):
             ConjugateGradient(**wrong)
-
-
-def test_unit_keys_are_of_length_one() -> None:
-    assert torch.allclose(unit_keys(5, 7, correlated=True).norm(dim=-1), torch.ones(5, dtype=torch.float64))
