@@ -41,8 +41,8 @@ def unit_vectors(
 ) -> Tensor:
     """Vectors [..., K] of length one: uniform on the sphere, or correlated.
 
-    The covariance of correlated ones has eigenvalues that fall as 1 / i^2 along axes drawn at random. Sums over them are
-    stiff: where nothing is forgotten, 30 plain steps of conjugate gradient do not reach a residual of 1e-4.
+    The covariance of correlated ones has eigenvalues that fall as 1 / i^2 along axes drawn at random. Sums over them
+    are stiff: where nothing is forgotten, 30 plain steps of conjugate gradient do not reach a residual of 1e-4.
     """
     vectors = torch.randn(*shape, dtype=dtype, generator=generator)
     if correlated:
