@@ -58,13 +58,13 @@ def test_table_has_the_five_rules() -> None:
 @pytest.mark.parametrize("name", BY_OPTIMISER["gradient step"])
 def test_update_is_one_gradient_step(name: str, moment: Moment) -> None:
     step = moment.previous - moment.write[-1] * gradient(name, moment.previous, moment)
-    torch.testing.assert_close(TEST_TIME_RULES[name].update(moment), step, **EXACT)
+    torch.testing.assert_close(TEST_TIME_RULES[name].update(moment).phi, step, **EXACT)
 
 
 @pytest.mark.parametrize("name", BY_OPTIMISER["argmin"])
 def test_update_is_the_minimiser(name: str, moment: Moment) -> None:
     rule = TEST_TIME_RULES[name]
-    update = rule.update(moment)
+    update = rule.update(moment).phi
     at_update = gradient(name, update, moment)
     torch.testing.assert_close(at_update, torch.zeros_like(at_update), **EXACT)
     # The objective is quadratic and convex: one Newton step from anywhere lands on the minimiser.
@@ -85,7 +85,23 @@ def test_atlas_adds_the_gradient_to_its_momentum_and_orthogonalises(moment: Mome
     converged = dataclasses.replace(moment, newton_schulz_steps=40)
     left, _, right = torch.linalg.svd(momentum, full_matrices=False)
     expected = moment.forget[-1] * moment.previous - moment.write[-1] * left @ right
-    torch.testing.assert_close(TEST_TIME_RULES["atlas"].update(converged), expected, **EXACT)
+    torch.testing.assert_close(TEST_TIME_RULES["atlas"].update(converged).phi, expected, **EXACT)
+
+
+def test_atlas_carries_its_momentum_from_token_to_token(moment: Moment) -> None:
+    rule = TEST_TIME_RULES["atlas"]
+    phi, momentum = moment.previous, None
+    expected_phi, expected_momentum = moment.previous, torch.zeros(V, K, dtype=torch.float64)
+    for t in range(1, T + 1):
+        so_far = {field: getattr(moment, field)[:t] for field in ("keys", "values", "forget", "write")}
+        here = dataclasses.replace(moment, previous=phi, momentum=momentum, **so_far)
+        phi, momentum = rule.update(here)
+        expected_momentum = moment.momentum_decay * expected_momentum + gradient("atlas", expected_phi, here)
+        step = newton_schulz(expected_momentum, moment.newton_schulz_steps)
+        expected_phi = moment.forget[t - 1] * expected_phi - moment.write[t - 1] * step
+        assert momentum is not None
+        torch.testing.assert_close(momentum, expected_momentum, **EXACT)
+        torch.testing.assert_close(phi, expected_phi, **EXACT)
 
 
 def test_newton_schulz_of_nothing_is_nothing() -> None:
@@ -126,7 +142,7 @@ def test_op_applies_the_update_token_by_token(name: str, moment: Moment) -> None
     outputs = []
     for t in range(1, T + 1):
         so_far = {field: getattr(moment, field)[:t] for field in ("keys", "values", "forget", "write")}
-        phi = TEST_TIME_RULES[name].update(dataclasses.replace(moment, previous=phi, **so_far))
+        phi = TEST_TIME_RULES[name].update(dataclasses.replace(moment, previous=phi, **so_far)).phi
         outputs.append(phi @ queries[t - 1])
     output, _ = OPS[name](batched(queries), moment)
     torch.testing.assert_close(output[0, :, 0], torch.stack(outputs), **EXACT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,15 +58,24 @@ class Moment:
         return later.flip(0).cumprod(0).flip(0)
 
 
+class Updated(NamedTuple):
+    """What a rule carries from one token to the next."""
+
+    phi: Tensor
+    """[V, K] the linear map after this token: `previous` of the next moment."""
+    momentum: Tensor | None = None
+    """[V, K] Atlas's accumulated gradient after this token: `momentum` of the next moment."""
+
+
 def linear_attention_objective(phi: Tensor, moment: Moment) -> Tensor:
     """- v^T Phi k + (1 - gamma) / (2 beta) Tr(Phi Phi^T): Hopfield energy and a decay towards zero."""
     strength = (1 - moment.forget[-1]) / (2 * moment.write[-1])
     return -moment.value @ phi @ moment.key + strength * phi.square().sum()
 
 
-def linear_attention_update(moment: Moment) -> Tensor:
+def linear_attention_update(moment: Moment) -> Updated:
     """gamma Phi + beta v k^T: one gradient step on the energy."""
-    return moment.forget[-1] * moment.previous + moment.write[-1] * torch.outer(moment.value, moment.key)
+    return Updated(moment.forget[-1] * moment.previous + moment.write[-1] * torch.outer(moment.value, moment.key))
 
 
 def delta_objective(phi: Tensor, moment: Moment) -> Tensor:
@@ -73,10 +83,10 @@ def delta_objective(phi: Tensor, moment: Moment) -> Tensor:
     return (moment.value - phi @ moment.key).square().sum() / 2
 
 
-def delta_update(moment: Moment) -> Tensor:
+def delta_update(moment: Moment) -> Updated:
     """Phi + beta (v - Phi k) k^T: one gradient step on the newest squared error."""
     error = moment.value - moment.previous @ moment.key
-    return moment.previous + moment.write[-1] * torch.outer(error, moment.key)
+    return Updated(moment.previous + moment.write[-1] * torch.outer(error, moment.key))
 
 
 def longhorn_objective(phi: Tensor, moment: Moment) -> Tensor:
@@ -85,11 +95,11 @@ def longhorn_objective(phi: Tensor, moment: Moment) -> Tensor:
     return (moment.precision * error.square()).sum() / 2 + (phi - moment.previous).square().sum() / 2
 
 
-def longhorn_update(moment: Moment) -> Tensor:
+def longhorn_update(moment: Moment) -> Updated:
     """Phi + diag(epsilon) (v - Phi k) k^T with epsilon = beta / (1 + beta k^T k): the minimiser."""
     step = moment.precision / (1 + moment.precision * moment.key.square().sum())
     error = moment.value - moment.previous @ moment.key
-    return moment.previous + torch.outer(step * error, moment.key)
+    return Updated(moment.previous + torch.outer(step * error, moment.key))
 
 
 def omega_objective(phi: Tensor, moment: Moment) -> Tensor:
@@ -106,10 +116,11 @@ def omega_momentum(moment: Moment) -> Tensor:
     return gradient if moment.momentum is None else moment.momentum_decay * moment.momentum + gradient
 
 
-def atlas_update(moment: Moment) -> Tensor:
+def atlas_update(moment: Moment) -> Updated:
     """gamma Phi - beta NewtonSchulz(momentum)."""
-    direction = newton_schulz(omega_momentum(moment), moment.newton_schulz_steps)
-    return moment.forget[-1] * moment.previous - moment.write[-1] * direction
+    momentum = omega_momentum(moment)
+    direction = newton_schulz(momentum, moment.newton_schulz_steps)
+    return Updated(moment.forget[-1] * moment.previous - moment.write[-1] * direction, momentum)
 
 
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
@@ -131,11 +142,11 @@ def mesa_objective(phi: Tensor, moment: Moment) -> Tensor:
     return weighted.sum() / 2 + (phi.square() * moment.ridge).sum() / 2
 
 
-def mesa_update(moment: Moment) -> Tensor:
+def mesa_update(moment: Moment) -> Updated:
     """G (H + Lambda)^-1: the minimiser, whatever the map was before."""
     weighted = (moment.remaining * moment.write)[:, None] * moment.keys
     covariance = moment.keys.mT @ weighted + torch.diag(moment.ridge)
-    return torch.cholesky_solve(weighted.mT @ moment.values, torch.linalg.cholesky(covariance)).mT
+    return Updated(torch.cholesky_solve(weighted.mT @ moment.values, torch.linalg.cholesky(covariance)).mT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +157,8 @@ class TestTimeRule:
 
     objective: Callable[[Tensor, Moment], Tensor]
     """(phi, moment) -> the loss at token t, a scalar."""
-    update: Callable[[Moment], Tensor]
-    """moment -> the linear map after token t, [V, K]."""
+    update: Callable[[Moment], Updated]
+    """moment -> the linear map after token t, and the momentum if the rule has one."""
     optimiser: str
     """How the update follows from the objective: "gradient step", "argmin", or "orthogonalised momentum"."""
 
