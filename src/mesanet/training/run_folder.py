@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from mesanet import __version__
 from mesanet.config.base import to_dict
 from mesanet.config.training import RunConfig
 from mesanet.errors import UserError
+from mesanet.io import locked as lock_file
 from mesanet.io import read_json, write_bytes_atomic, write_json_atomic
 from mesanet.training.checkpoint import CHECKPOINTS, list_checkpoints, step_of, sweep_leftovers
 from mesanet.training.metrics import METRICS_FILE
@@ -33,7 +33,11 @@ NEUTRAL = frozenset(
 
 
 def claim(folder: Path, config: RunConfig, fingerprint: str, *, resume: bool) -> None:
-    """Make the folder this run's, or refuse and leave it as it is."""
+    """Make the folder this run's, or refuse and leave it as it is; a finished run is left as it is, too.
+
+    The config is the first thing in a new folder: whatever else a killed or failed run leaves behind, the next one
+    can tell whose it is.
+    """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; choose another folder with --out")
     known = folder / RUN_CONFIG_FILE
@@ -41,14 +45,25 @@ def claim(folder: Path, config: RunConfig, fingerprint: str, *, resume: bool) ->
         check_same(folder, config, fingerprint)
         if not resume:
             raise UserError(f"{folder} already holds this run, {how_far(folder)}; add --resume to go on with it")
-    elif (folder / METRICS_FILE).exists() or (folder / CHECKPOINTS).exists():
+        if (folder / FINAL_MODEL).is_dir():
+            return
+    elif holds_results(folder):
         raise UserError(f"{folder} holds a run but no {RUN_CONFIG_FILE} that says which; choose another folder")
-    (folder / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
-    sweep_leftovers(folder / CHECKPOINTS)
-    shutil.rmtree(folder / f".{FINAL_MODEL}.partial", ignore_errors=True)
+    write_json_atomic(known, to_dict(config))
     facts = {"data": fingerprint, "mesanet": __version__, "torch": torch.__version__}
     write_json_atomic(folder / FACTS_FILE, facts)
-    write_json_atomic(known, to_dict(config))
+    (folder / CHECKPOINTS).mkdir(exist_ok=True)
+    sweep_leftovers(folder / CHECKPOINTS)
+    shutil.rmtree(folder / f".{FINAL_MODEL}.partial", ignore_errors=True)
+    for name in (RUN_CONFIG_FILE, FACTS_FILE, METRICS_FILE, TOKENIZER_FILE):
+        for leftover in folder.glob(f".{name}.*.partial"):
+            leftover.unlink(missing_ok=True)
+
+
+def holds_results(folder: Path) -> bool:
+    """Whether there is anything in the folder that a run has made; an empty folder for checkpoints is nothing."""
+    checkpoints = folder / CHECKPOINTS
+    return (folder / METRICS_FILE).exists() or (checkpoints.exists() and any(checkpoints.iterdir()))
 
 
 def copy_tokenizer(folder: Path, data: Path) -> None:
@@ -95,23 +110,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> AbstractContextManager[None]:
     """Keep a second run out of the folder; the lock goes with the process, however that ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows has no such locks.
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another process is training in {folder}; wait for it, or choose another folder"
-            ) from error
-        yield
-    finally:
-        os.close(descriptor)
+    busy = f"another process is training in {folder}; wait for it, or choose another folder"
+    return lock_file(folder / LOCK_FILE, busy)
