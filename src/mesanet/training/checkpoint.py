@@ -12,7 +12,6 @@ too, and removed by the next run.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 import warnings
@@ -30,7 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from mesanet.config.base import to_dict
 from mesanet.errors import UserError
-from mesanet.io import read_json, sync_folder, write_atomic, write_json_atomic
+from mesanet.io import file_digest, read_json, sync_folder, write_atomic, write_json_atomic
 from mesanet.model.backbone import LanguageModel
 from mesanet.model.files import CONFIG_FILE, WEIGHTS_FILE, read_weights
 from mesanet.training.distributed import Processes
@@ -39,6 +38,8 @@ from mesanet.training.optimiser import whole
 CHECKPOINTS = "checkpoints"
 CHECKSUMS_FILE = "checksums.json"
 STATE = "state"
+NEEDED = (WEIGHTS_FILE, CONFIG_FILE, f"{STATE}/.metadata")
+"""Files that a checkpoint can't be without."""
 PARTIAL, REMOVED, DAMAGED = ".partial", ".removed", ".damaged"
 
 
@@ -155,6 +156,9 @@ def damage(path: Path) -> str | None:
         expected = read_json(path / CHECKSUMS_FILE)
         if not isinstance(expected, dict):
             return f"{CHECKSUMS_FILE} holds no table"
+        for name in NEEDED:
+            if name not in expected:
+                return f"{CHECKSUMS_FILE} does not list {name}"
         for name, (size, digest) in expected.items():
             file = path / name
             if not file.is_file():
@@ -174,12 +178,6 @@ def checksums(folder: Path) -> dict[str, tuple[int, str]]:
             os.fsync(stream.fileno())
         found[file.relative_to(folder).as_posix()] = (file.stat().st_size, file_digest(file))
     return found
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def start_folder(partial: Path) -> None:
