@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mesanet.errors import UserError
 from mesanet.io import write_bytes_atomic
 
 METRICS_FILE = "metrics.jsonl"
@@ -46,10 +47,24 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            yield json.loads(line)
+            yield parse_record(line, path, number)
+
+
+def parse_record(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    """One line of a metrics file; a UserError says which one is damaged."""
+    try:
+        record = json.loads(line)
+        if isinstance(record, dict) and isinstance(record["step"], int):
+            return record
+        problem = "it is not the record of a step"
+    except KeyError as error:
+        problem = f"it has no {error}"
+    except ValueError as error:
+        problem = str(error)
+    raise UserError(f"{path}, line {number} is damaged ({problem}); restore the file or take the line out")
 
 
 def truncate_metrics(path: Path, step: int) -> None:
