@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.training.tiny import losses, tiny_run
 
 from mesanet.config.sweep import SweepConfig
 from mesanet.config.training import RunConfig
+from mesanet.errors import UserError
 from mesanet.training.presets import GRIDS, paper
+from mesanet.training.records import Records
 from mesanet.training.sweep import Trial, grid, sweep, table
 
 
@@ -54,3 +60,41 @@ def test_the_table_marks_the_best_of_each_row() -> None:
 @pytest.mark.parametrize("billions", [15, 50])
 def test_the_papers_grid_goes_with_the_length(billions: int) -> None:
     assert grid(paper("small", billions)) == GRIDS[billions]
+
+
+def test_a_divergence_with_other_settings_is_refused(tiny_data: Path, tmp_path: Path) -> None:
+    """A dump in the folder counts for the run that made it alone, however that was spread over processes."""
+    config = SweepConfig(mixers=("gla",), learning_rates=(1e30,), out=tmp_path)
+
+    def base(**settings: Any) -> Callable[[str], RunConfig]:
+        return lambda mixers: tiny_run(tiny_data, mixers=(mixers,), steps=6, start_learning_rate=1e-3, **settings)
+
+    (diverged,) = sweep(config, base(), quiet=True)
+    assert diverged.loss is None
+    assert sweep(config, base(accumulation=2), quiet=True) == [diverged]
+    with pytest.raises(UserError, match=r"another config: training\.clip_norm is 1\.0 there and 0\.1 here"):
+        sweep(config, base(clip_norm=0.1), quiet=True)
+
+
+def test_ctrl_c_after_the_last_update_of_a_run_ends_the_sweep(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SweepConfig(mixers=("gla",), learning_rates=(1e-2, 2e-2), out=tmp_path)
+    write = Records.write
+
+    def write_then_signal(records: Records, record: dict[str, object]) -> None:
+        write(records, record)
+        if record["step"] == 6 and record["kind"] == "train":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def base(mixers: str) -> RunConfig:
+        return tiny_run(tiny_data, mixers=(mixers,), steps=6)
+
+    monkeypatch.setattr(Records, "write", write_then_signal)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(config, base, quiet=True)
+    assert not (tmp_path / "gla" / "0.02").exists()
+    monkeypatch.undo()
+    trials = sweep(config, base, quiet=True)
+    for trial in trials:
+        assert [trial.loss] == losses(tmp_path / trial.out, "validation")

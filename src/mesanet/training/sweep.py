@@ -13,7 +13,8 @@ from mesanet.io import write_json_atomic, write_text_atomic
 from mesanet.training.diagnosis import NonFiniteError
 from mesanet.training.distributed import Processes, connect
 from mesanet.training.presets import GRIDS
-from mesanet.training.run import train
+from mesanet.training.run import prepared, train
+from mesanet.training.run_folder import check_same
 
 LONG_RUN = 30 * 10**9
 """Tokens from which a run takes the paper's grid for 50 billion tokens rather than that for 15."""
@@ -53,7 +54,10 @@ def trial(config: SweepConfig, name: str, rate: float, run: RunConfig, processes
     """Train once, or take what is there; a run that became infinite counts as one that diverged."""
     folder = config.out / name / f"{rate:g}"
     loss: float | None = None
-    if not processes.from_first(lambda: has_diverged(folder)):
+    if processes.from_first(lambda: has_diverged(folder)):
+        data = prepared(run, processes, quiet=quiet)
+        processes.from_first(lambda: check_same(folder, run, data.fingerprint))
+    else:
         try:
             result = train(run, folder, resume=True, quiet=quiet)
         except NonFiniteError:
