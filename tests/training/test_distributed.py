@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.training.tiny import assert_same_weights, losses, metrics, start, tiny_run
 
 from mesanet.config.base import to_json
-from mesanet.config.training import RunConfig
+from mesanet.config.training import RunConfig, TrainingConfig
+from mesanet.data.dataset import open_dataset
+from mesanet.data.loader import make_batches
+from mesanet.model.files import read_weights
+from mesanet.training.diagnosis import NonFiniteError
+from mesanet.training.distributed import connect
 from mesanet.training.run import train
 
 
@@ -27,18 +36,21 @@ def free_port() -> int:
 
 def train_all(*runs: tuple[RunConfig, Path, bool]) -> None:
     """Train one after the other in the same process group."""
-    from mesanet.training.distributed import connect
-
     with connect(runs[0][0].training):
         for config, out, resume in runs:
             train(config, out, resume=resume, quiet=True)
 
 
-def train_together(*runs: tuple[RunConfig, Path, bool], processes: int = 2) -> None:
-    """Train in processes that know each other as torchrun lets them."""
+def train_together(*runs: tuple[RunConfig, Path, bool]) -> None:
+    """Train in two processes."""
+    run_together(train_all, *runs)
+
+
+def run_together(job: Callable[..., None], *arguments: Any, processes: int = 2) -> None:
+    """Call `job` in processes that know each other as torchrun lets them."""
     shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = [
-        start(train_all, *runs, environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        start(job, *arguments, environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(processes)
     ]
     for process in started:
@@ -86,6 +98,77 @@ def test_two_processes_give_the_curve_of_one_and_go_on_from_its_checkpoints(
         (tmp_path / name / "checkpoints" / "step_00000012").rename(tmp_path / f"{name}-12")
         train(run(), tmp_path / name, resume=True, quiet=True)
         assert losses(tmp_path / name) == pytest.approx(losses(alone), abs=1e-5)
+
+
+def break_the_second_process(config: RunConfig, out: Path) -> None:
+    """Train with a mixer that is given no numbers from its third call on, in this process alone, and refuses them."""
+    from mesanet.mixers.mesa import Mesa
+
+    mix, calls = Mesa.mix, 0
+
+    def broken(mixer: Mesa, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Any, *rest: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            gates = gates._replace(write=gates.write * math.nan)
+        return mix(mixer, q, k, v, gates, *rest)
+
+    if os.environ["RANK"] == "1":
+        Mesa.mix = broken  # type: ignore[method-assign]
+    try:
+        train(config, out, quiet=True)
+    except NonFiniteError as error:
+        (out.parent / f"told-{os.environ['RANK']}").write_text(str(error))
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_trouble_in_the_second_process_is_named_and_its_rows_are_dumped(
+    tiny_data: Path, tmp_path: Path, parallel: str
+) -> None:
+    config = wide_run(tiny_data, parallel=parallel, accumulation=2, validation_interval=0)
+    run_together(break_the_second_process, config, tmp_path / "run")
+    # Two calls a step: the first update is sound, and the batch is that of the second.
+    (report,) = (tmp_path / "run").glob("dump_step_00000002/report.json")
+    assert "blocks.0" in json.loads(report.read_text())["tensor"]
+    batch = read_weights(report.with_name("batch.safetensors"))
+    tokens, targets = map(torch.from_numpy, make_batches(open_dataset(tiny_data), config.data).batch(1))
+    assert torch.equal(batch["tokens"], tokens)
+    assert torch.equal(batch["targets"], targets)
+    told = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
+    assert told[0] == told[1]
+    assert json.loads(report.read_text())["tensor"] in told[0]
+
+
+class AwkwardError(Exception):
+    """An exception that can't be made again from its text, as those of many libraries."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+
+
+def fail_in_the_first_process(out: Path) -> None:
+    with connect(TrainingConfig(steps=1, parallel="ddp", device="cpu")) as processes:
+        for number, error in enumerate((ZeroDivisionError("a bug"), OSError(28, "full", "x"), AwkwardError(3, "no"))):
+
+            def make(error: Exception = error) -> None:
+                raise error
+
+            with pytest.raises(Exception, match=r"bug|full|no") as caught:
+                processes.from_first(make)
+            (out / f"{processes.rank}-{number}").write_text(f"{type(caught.value).__name__} {caught.value}")
+        assert processes.collect(processes.rank) == [0, 1]
+        assert processes.any(not processes.first)
+        assert not processes.any(False)
+
+
+def test_what_goes_wrong_in_the_first_process_is_raised_in_all(tmp_path: Path) -> None:
+    """Whatever it is: a process that heard nothing would wait for ever."""
+    run_together(fail_in_the_first_process, tmp_path)
+    told = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert told["0-0"] == told["1-0"] == "ZeroDivisionError a bug"
+    assert told["0-1"] == told["1-1"] == "OSError [Errno 28] full: 'x'"
+    assert told["0-2"] == "AwkwardError no"
+    assert told["1-2"] == "RuntimeError AwkwardError: no"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tests.training.tiny import assert_same_weights, losses, metrics, start, tiny_run
 
+from mesanet import __version__
 from mesanet.config.base import from_json
 from mesanet.config.training import RunConfig
 from mesanet.data.dataset import open_dataset
@@ -20,8 +22,9 @@ from mesanet.model.backbone import LanguageModel
 from mesanet.model.files import find_model, load_model
 from mesanet.training.distributed import Processes
 from mesanet.training.loop import Trainer
+from mesanet.training.metrics import read_metrics
 from mesanet.training.records import Records
-from mesanet.training.run import train
+from mesanet.training.run import read_result, train
 
 
 def train_quietly(config: RunConfig, out: Path, resume: bool = False) -> None:
@@ -164,6 +167,38 @@ def test_a_validation_that_was_broken_off_is_made_up_for(
     assert metrics(tmp_path / "run") == metrics(finished)
 
 
+@pytest.mark.parametrize("kind", ["train", "validation"])
+def test_a_signal_after_the_last_update_leaves_too_and_no_validation_is_lost(
+    finished: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It comes in front of the last validation, or behind it."""
+    config = tiny_run(tiny_data)
+    write = Records.write
+
+    def write_then_signal(records: Records, record: dict[str, object]) -> None:
+        write(records, record)
+        if record["step"] == 12 and record["kind"] == kind:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Records, "write", write_then_signal)
+    with pytest.raises(KeyboardInterrupt):
+        train_quietly(config, tmp_path / "run")
+    monkeypatch.undo()
+    assert not (tmp_path / "run" / "model").exists(), "a run with a model is one that is finished"
+    result = train(config, tmp_path / "run", resume=True, quiet=True)
+    assert metrics(tmp_path / "run") == metrics(finished)
+    assert result.validation_loss == losses(finished, "validation")[-1]
+    assert_same_weights(tmp_path / "run" / "model", finished / "model")
+
+
+def test_a_validation_of_an_earlier_step_is_not_the_result(finished: Path, tmp_path: Path) -> None:
+    shutil.copy(finished / "metrics.jsonl", tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines[:-1]))
+    result = read_result(tmp_path)
+    assert (result.steps, result.loss, result.validation_loss) == (12, losses(finished)[-1], None)
+
+
 def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
@@ -180,14 +215,17 @@ def test_another_config_is_refused_and_nothing_is_touched(finished: Path, tiny_d
     assert snapshot(finished) == before
 
 
-def test_a_finished_run_is_left_as_it_is(finished: Path, tiny_data: Path) -> None:
+def test_a_finished_run_is_left_as_it_is(finished: Path, tiny_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings that change how it is computed, but not what, may differ."""
-    before = snapshot(finished / "model") | snapshot(finished / "checkpoints")
+    before = snapshot(finished)
+    facts = json.loads((finished / "run.json").read_text())
+    monkeypatch.setattr("mesanet.training.run_folder.__version__", "another")
     result = train(tiny_run(tiny_data, checkpoint_interval=5, keep=9), finished, resume=True, quiet=True)
     assert result.steps == 12
     assert result.loss == losses(finished)[-1]
     assert result.validation_loss == losses(finished, "validation")[-1]
-    assert snapshot(finished / "model") | snapshot(finished / "checkpoints") == before
+    assert snapshot(finished) == before
+    assert facts["mesanet"] == __version__
 
 
 def test_other_data_in_the_same_place_are_refused(tiny_data: Path, tmp_path: Path) -> None:
@@ -226,6 +264,32 @@ def test_a_file_or_a_foreign_folder_in_the_way_is_refused(tiny_data: Path, tmp_p
     with pytest.raises(UserError, match=r"holds a run but no config.json"):
         train_quietly(tiny_run(tiny_data), tmp_path)
     assert (tmp_path / "metrics.jsonl").read_text() == "mine"
+
+
+def test_folders_without_anything_in_them_are_not_a_run(tiny_data: Path, tmp_path: Path) -> None:
+    """As an earlier version left them when it was killed while it started."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / ".lock").touch()
+    train_quietly(tiny_run(tiny_data, steps=4), tmp_path, resume=True)
+    assert (tmp_path / "model").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"\0" * 20, ""),
+        (b"\xff\xfe{}", "codec can't decode"),
+        (b'{"kind": "train"}', "it has no 'step'"),
+        (b"[1]", "it is not the record of a step"),
+    ],
+)
+def test_a_damaged_line_of_the_metrics_is_named(tmp_path: Path, line: bytes, problem: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n{"st')
+    with pytest.raises(UserError, match=rf"metrics\.jsonl, line 2 is damaged \(.*{problem}"):
+        list(read_metrics(path))
+    path.write_bytes(b'{"step": 1}\n{"step": 3}\n{"st')
+    assert list(read_metrics(path)) == [{"step": 1}, {"step": 3}]
 
 
 def test_two_processes_do_not_train_in_one_folder(tiny_data: Path, tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ torchrun starts the processes and tells them about each other; torch.distributed
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +24,10 @@ from mesanet.model.backbone import LanguageModel
 
 Value = TypeVar("Value")
 
+PATIENCE = timedelta(days=14)
+"""How long the other processes wait while the first one prepares data, hashes shards or writes files. The steps
+themselves keep torch's own limit, so that a process that hangs there is noticed."""
+
 
 @dataclass(frozen=True)
 class Processes:
@@ -30,6 +36,8 @@ class Processes:
     rank: int
     count: int
     device: torch.device
+    patient: dist.ProcessGroup | None = None
+    """The group for words and files rather than numbers, with a limit of `PATIENCE`."""
 
     @property
     def first(self) -> bool:
@@ -42,26 +50,51 @@ class Processes:
             dist.all_reduce(tensor)
         return tensor
 
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is true in one of the processes at least."""
+        if self.count == 1:
+            return flag
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0)
+
+    def collect(self, value: Value) -> list[Value]:
+        """What all processes have to say, in their order."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value, group=self.patient)
+        return values
+
     def barrier(self) -> None:
         """Wait for all."""
         if self.count > 1:
-            dist.barrier()
+            dist.barrier(group=self.patient)
 
     def from_first(self, make: Callable[[], Value]) -> Value:
-        """Let the first process call `make`; all get what it returned, or raise the OSError or ValueError it raised."""
+        """Let the first process call `make`; all get what it returned, or raise the exception that it raised."""
         if self.count == 1:
             return make()
         outcome: list[Any] = [None, None]
         if self.first:
             try:
                 outcome[0] = make()
-            except (OSError, ValueError) as error:
-                outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0, device=self.device)
+            except Exception as error:
+                # Whatever went wrong, the others are waiting to hear of it.
+                dist.broadcast_object_list([None, portable(error)], src=0, group=self.patient)
+                raise
+        dist.broadcast_object_list(outcome, src=0, group=self.patient)
         if outcome[1] is not None:
             raise outcome[1]
         value: Value = outcome[0]
         return value
+
+
+def portable(error: Exception) -> Exception:
+    """The exception itself, or one that says the same, where the original does not survive the way to a process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - an exception's own code runs here, and may fail in any way
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 @contextmanager
@@ -81,11 +114,11 @@ def connect(config: TrainingConfig) -> Iterator[Processes]:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
         )
+    patient = dist.new_group(backend="gloo", timeout=PATIENCE)
     try:
-        yield Processes(rank, count, device)
+        yield Processes(rank, count, device, patient)
     finally:
-        if not already:
-            dist.destroy_process_group()
+        dist.destroy_process_group(None if not already else patient)
 
 
 def choose_device(name: str) -> torch.device:

@@ -17,6 +17,7 @@ from mesanet.data.loader import Loader, TensorBatch, make_batches
 from mesanet.mixers import HeadMixer
 from mesanet.model.backbone import LanguageModel
 from mesanet.training.checkpoint import Checkpoints
+from mesanet.training.diagnosis import answer_refusals, state_is_finite
 from mesanet.training.diagnosis import stop as stop_with_dump
 from mesanet.training.distributed import Processes, accumulating, share_model
 from mesanet.training.optimiser import clip_gradients, gradient_norm, make_optimiser, set_learning_rate
@@ -36,6 +37,7 @@ class Trainer:
         torch.manual_seed(training.seed)
         self.model = LanguageModel(config.model).to(processes.device)
         self.model.set_activation_checkpointing(training.activation_checkpointing)
+        answer_refusals(self.model)
         if training.compile:
             compile_blocks(self.model)
         self.module = share_model(self.model, training, processes)
@@ -45,6 +47,7 @@ class Trainer:
         self.step = 0
         self.loss = math.nan
         self._saved = 0
+        self._parts: list[tuple[Tensor, Tensor]] = []
 
     def resume(self, progress: Progress) -> None:
         """Go back to the newest checkpoint that is whole, if there is one."""
@@ -52,7 +55,7 @@ class Trainer:
         self.step = self._saved = step or 0
 
     def run(self, records: Records, progress: Progress, stop: Stop) -> None:
-        """Train to the end, or until somebody asks to stop; the state is saved either way."""
+        """Train to the end, or until somebody asks to stop; the state is saved either way, and all records with it."""
         loader = Loader(
             make_batches(self.dataset, self.config.data),
             first_step=self.step,
@@ -74,11 +77,7 @@ class Trainer:
                 if self.step % self.config.training.checkpoint_interval == 0 and self.step < self.config.steps:
                     self._save(records)
         self._save(records)
-
-    @property
-    def finished(self) -> bool:
-        """Whether all updates are done."""
-        return self.step == self.config.steps
+        records.sync()
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context that forward passes run in."""
@@ -89,7 +88,7 @@ class Trainer:
     def _update(self, batch: TensorBatch) -> float:
         """One step of the optimiser over the rows of all processes; returns the norm of the gradient."""
         device, training = self.processes.device, self.config.training
-        parts = split_rows(batch, training.accumulation, device)
+        parts = self._parts = split_rows(batch, training.accumulation, device)
         counts = [(targets >= 0).sum().double() for _, targets in parts]
         total = self.processes.sum(torch.stack(counts).sum()).clamp_min(1)
         loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -104,7 +103,7 @@ class Trainer:
         self.loss = float(self.processes.sum(loss))
         norm = gradient_norm(self.parameters)
         if not (math.isfinite(self.loss) and math.isfinite(float(norm))):
-            raise self._diagnosed(parts)
+            raise self._diagnosed(self.step + 1, self.loss, parts)
         clip_gradients(self.parameters, training.clip_norm, norm)
         set_learning_rate(self.optimiser, learning_rate(training, self.config.steps, self.step))
         self.optimiser.step()
@@ -112,9 +111,14 @@ class Trainer:
         self.step += 1
         return float(norm)
 
-    def _diagnosed(self, parts: list[tuple[Tensor, Tensor]]) -> Exception:
+    def _diagnosed(self, step: int, loss: float, parts: list[tuple[Tensor, Tensor]]) -> Exception:
         with self.precision():
-            return stop_with_dump(self.out, self.step + 1, self.loss, self.model, self.module, parts, self.processes)
+            return stop_with_dump(self.out, step, loss, self.model, self.optimiser, self.module, parts, self.processes)
+
+    def _check_state(self) -> None:
+        """Stop before weights are used that an update has thrown out of range: nothing that holds them is written."""
+        if self.processes.any(not state_is_finite(self.model, self.optimiser)):
+            raise self._diagnosed(self.step, self.loss, self._parts)
 
     def _record(self, records: Records, progress: Progress, norm: float, seconds: float) -> None:
         tokens = self.config.tokens_per_step
@@ -141,11 +145,14 @@ class Trainer:
             return
         if not can_validate(self.dataset):
             return
+        self._check_state()
         begin = time.perf_counter()
         found = validate(
             self.module, self.dataset, self.config, self.processes, self.precision, lambda: self._stopping(stop)
         )
         if found is not None:
+            if not math.isfinite(found.loss):
+                raise self._diagnosed(self.step, found.loss, [found.suspect])
             records.write(
                 {
                     "kind": "validation",
@@ -160,12 +167,11 @@ class Trainer:
 
     def _stopping(self, stop: Stop) -> bool:
         """Whether any process was asked to stop."""
-        if self.processes.count == 1:
-            return stop.asked
-        return bool(self.processes.sum(torch.tensor(float(stop.asked), device=self.processes.device)) > 0)
+        return self.processes.any(stop.asked)
 
     def _save(self, records: Records) -> None:
         if self.step > self._saved:
+            self._check_state()
             records.sync()
             self.checkpoints.save(self.step, self.model, self.optimiser)
             self._saved = self.step

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import shutil
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,20 +53,18 @@ def train(
     this with the same arguments.
     """
     folder = Path(out)
-    with connect(config.training) as processes:
+    with connect(config.training) as processes, ExitStack() as held:
         quiet = quiet or not processes.first
+        dataset = prepared(config, processes, quiet=quiet)
+        check_data(config, dataset, processes)
         try:
-            dataset = prepared(config, processes, quiet=quiet)
-            check_data(config, dataset, processes)
-            with locked(folder) if processes.first else nullcontext():
-                processes.from_first(lambda: claim(folder, config, dataset.fingerprint, resume=resume))
-                run(config, folder, dataset, processes, quiet=quiet)
+            processes.from_first(lambda: held.enter_context(locked(folder)))
+            processes.from_first(lambda: claim(folder, config, dataset.fingerprint, resume=resume))
+            run(config, folder, dataset, processes, quiet=quiet)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise UserError(
-                f"the disk is full at {folder}; earlier checkpoints are whole: make room and go on with --resume"
-            ) from error
+            # A write that fails, on a full disk above all, does not say where.
+            error.filename = error.filename or str(folder)
+            raise
         processes.barrier()
     return read_result(folder)
 
@@ -115,7 +112,8 @@ def run(config: RunConfig, folder: Path, dataset: Dataset, processes: Processes,
         watch_signals() as stop,
     ):
         trainer.run(records, progress, stop)
-    if not trainer.finished:
+    # Looked at when the signals have their usual meaning again, so that none is lost, not even one after the last step.
+    if processes.any(stop.asked):
         opening.say(f"stopped at step {trainer.step}, which is saved; go on with --resume")
         raise KeyboardInterrupt
     processes.from_first(lambda: write_final_model(folder))
@@ -149,8 +147,10 @@ def read_result(folder: Path) -> TrainingResult:
     losses: dict[str, float] = {}
     steps = 0
     for record in read_metrics(folder / METRICS_FILE):
+        if record["step"] > steps:
+            # A validation of an earlier step says nothing about the end.
+            losses, steps = {}, record["step"]
         losses[record["kind"]] = record["loss"]
-        steps = record["step"]
     return TrainingResult(
         out=folder,
         model=folder / FINAL_MODEL,

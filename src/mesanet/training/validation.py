@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mesanet.config.training import RunConfig
 from mesanet.data.dataset import Dataset
@@ -27,6 +27,8 @@ class Validation(NamedTuple):
     """Mean negative log likelihood of a token."""
     tokens: int
     """Number of tokens that were predicted."""
+    suspect: tuple[Tensor, Tensor]
+    """This process's first (tokens, targets) whose loss is not finite; the last ones if there are none."""
 
     @property
     def perplexity(self) -> float:
@@ -49,6 +51,7 @@ def validate(
 ) -> Validation | None:
     """The loss of the model on the same held-out tokens every time; None if it was told to stop on the way."""
     totals = torch.zeros(2, dtype=torch.float64, device=processes.device)
+    finite = True
     training = module.training
     module.eval()
     try:
@@ -57,13 +60,17 @@ def validate(
                 if stopping():
                     return None
                 tokens, targets = (torch.from_numpy(array).to(processes.device) for array in batch)
+                if finite:
+                    suspect = tokens, targets
                 with precision():
                     _, each = module(tokens, targets)
-                totals += torch.stack([each.double().sum(), (targets >= 0).sum().double()])
+                loss = each.double().sum()
+                finite = finite and bool(torch.isfinite(loss))
+                totals += torch.stack([loss, (targets >= 0).sum().double()])
     finally:
         module.train(training)
-    loss, count = processes.sum(totals).tolist()
-    return Validation(loss / max(count, 1.0), int(count))
+    total, count = processes.sum(totals).tolist()
+    return Validation(total / max(count, 1.0), int(count), suspect)
 
 
 def validation_batches(dataset: Dataset, config: RunConfig, processes: Processes) -> Iterator[Batch]:
