@@ -13,6 +13,7 @@ import pytest
 
 from mesanet.compare import compare
 from mesanet.compare.corpus import entropy
+from mesanet.compare.plan import mixer_patterns
 from mesanet.compare.presets import DEMO_MIXERS, compare_preset
 from mesanet.config.compare import CompareConfig
 from mesanet.config.data import PrepareConfig
@@ -38,8 +39,30 @@ def test_the_demo_compares_three() -> None:
 def test_bad_settings_name_the_field() -> None:
     with pytest.raises(ValueError, match="solver_tolerances"):
         CompareConfig(preset="demo", mixers=("mesa",), out=Path("out"), solver_tolerances=(0.0,))
+    with pytest.raises(ValueError, match="accumulation"):
+        CompareConfig(preset="demo", mixers=("mesa",), out=Path("out"), accumulation=0)
     with pytest.raises(ValueError, match="there is no mixer 'messa'"):
         compare(CompareConfig(preset="demo", mixers=("messa",), out=Path("out")))
+
+
+@pytest.mark.parametrize(
+    ("names", "models"),
+    [
+        (("mesa,attention",), ("mesa", "attention")),
+        (("hawk-mesa", "hawk,mesa"), ("hawk-mesa", "hawk", "mesa")),
+        (("mesa, gla", "mesa"), ("mesa", "gla")),
+    ],
+)
+def test_commas_separate_models_and_dashes_the_layers_of_one(names: tuple[str, ...], models: tuple[str, ...]) -> None:
+    assert mixer_patterns(names) == models
+    with pytest.raises(UserError, match="expected at least one name"):
+        mixer_patterns((",",))
+
+
+def test_processes_that_were_not_told_to_share_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="there are 2 processes: let them share the work with --parallel ddp"):
+        compare(CompareConfig(preset="demo", mixers=("mesa",), out=Path("out")))
 
 
 @pytest.fixture(scope="module")

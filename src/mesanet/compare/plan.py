@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +20,24 @@ from mesanet.evaluation.documents import lengths
 from mesanet.evaluation.run import provenance
 from mesanet.io import read_json, write_json_atomic
 from mesanet.report.comparison import PLAN
-from mesanet.training.presets import run_preset
+from mesanet.training.presets import known_mixers, pattern, run_preset
 
-FREE = ("mixers", "out")
-"""What may change when a comparison goes on: there can be more mixers, and the folder may have been moved."""
+FREE = ("mixers", "out", "parallel", "accumulation", "activation_checkpointing", "device")
+"""What may change when a comparison goes on: there can be more mixers, the folder may have been moved, and the same
+can be computed in another way."""
+OVERRIDES = ("precision", "parallel", "accumulation", "activation_checkpointing", "device")
+"""Settings of training that a comparison may give."""
 FEWEST = 4
 """Documents that have to be long enough for length extrapolation."""
+
+
+def mixer_patterns(names: Sequence[str]) -> tuple[str, ...]:
+    """One name for each model, however it is written: commas separate models, and "-" the mixers of one pattern."""
+    words = [word.strip() for name in names for word in name.split(",")]
+    found = tuple(dict.fromkeys("-".join(known_mixers(pattern(word))) for word in words if word))
+    if not found:
+        raise UserError("mixers: got none, expected at least one name, such as mesa")
+    return found
 
 
 def run_config(config: CompareConfig, mixers: str, vocabulary: int | None = None) -> RunConfig:
@@ -37,21 +50,28 @@ def run_config(config: CompareConfig, mixers: str, vocabulary: int | None = None
         run = replace(run, data=replace(run.data, path=config.data), prepare=None)
         if vocabulary is not None:
             run = replace(run, model=replace(run.model, vocabulary=vocabulary))
+    given = {name: getattr(config, name) for name in OVERRIDES if getattr(config, name) is not None}
+    run = replace(run, training=replace(run.training, **given))
     if config.steps is not None:
         warmup = min(run.training.warmup_steps, config.steps // 10)
         run = replace(run, training=replace(run.training, steps=config.steps, tokens=None, warmup_steps=warmup))
     return run
 
 
-def make_plan(config: CompareConfig, run: RunConfig, dataset: Dataset, command: list[str] | None) -> dict[str, Any]:
+def make_plan(
+    config: CompareConfig, run: RunConfig, dataset: Dataset, command: list[str] | None, processes: int = 1
+) -> dict[str, Any]:
     """Settle everything, write it into the folder, or refuse a folder that holds another comparison."""
     path = config.out / PLAN
+    made = provenance("comparison", command)
+    about = {**{name: made[name] for name in ("created", "command", "mesanet", "torch")}, "machine": machine(processes)}
     plan = {
-        **provenance("comparison", command),
+        **made,
         "preset": config.preset,
         "mixers": list(config.mixers),
         "length": run.data.sequence_length,
-        "machine": machine(),
+        "machine": about["machine"],
+        "history": [about],
         "settings": to_dict(config),
         "run": to_dict(run),
         "data": dataset.fingerprint,
@@ -61,6 +81,7 @@ def make_plan(config: CompareConfig, run: RunConfig, dataset: Dataset, command: 
         before = read_json(path)
         _check_same(before, plan, config)
         plan["created"] = before["created"]
+        plan["history"] = _history(before.get("history", []), about)
         # A comparison that goes on with some of its mixers keeps the others in its report.
         plan["mixers"] = [*dict.fromkeys([*before["mixers"], *plan["mixers"]])]
     write_json_atomic(path, plan)
@@ -95,6 +116,12 @@ def _longest(config: CompareConfig, length: int, dataset: Dataset) -> int:
     return multiple * length
 
 
+def _history(before: list[dict[str, Any]], now: dict[str, Any]) -> list[dict[str, Any]]:
+    """Which commands made it, where and with which versions, each once."""
+    told = [{**each, "created": None} for each in before]
+    return before if {**now, "created": None} in told else [*before, now]
+
+
 def _check_same(before: Any, plan: dict[str, Any], config: CompareConfig) -> None:
     if not isinstance(before, dict) or "settings" not in before:
         raise UserError(f"{config.out / PLAN} is not the plan of a comparison; choose another folder with --out")
@@ -109,14 +136,15 @@ def _check_same(before: Any, plan: dict[str, Any], config: CompareConfig) -> Non
         raise UserError(f"{config.out} was begun with other data; restore them, or choose another folder with --out")
 
 
-def machine() -> str:
+def machine(processes: int = 1) -> str:
     """The processor or GPU, in words."""
+    several = f"{processes} x " if processes > 1 else ""
     if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+        return several + torch.cuda.get_device_name()
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - no path of ours
             name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
     except OSError:
         pass
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{several}{name}, {torch.get_num_threads()} threads"

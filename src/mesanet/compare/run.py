@@ -2,61 +2,105 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mesanet.compare.corpus import describe_corpus
-from mesanet.compare.plan import evaluation, make_plan, run_config
+from mesanet.compare.plan import evaluation, make_plan, mixer_patterns, run_config
 from mesanet.compare.sample import write_sample
 from mesanet.config.compare import CompareConfig
-from mesanet.config.evaluation import SolverOverride
+from mesanet.config.evaluation import EvaluationConfig, SolverOverride
+from mesanet.config.training import RunConfig
 from mesanet.data.dataset import Dataset
-from mesanet.evaluation.run import evaluate_run
+from mesanet.errors import UserError
+from mesanet.evaluation.run import current_weights, evaluate_run
 from mesanet.io import read_json, write_json_atomic
-from mesanet.mixers import mixer_class
 from mesanet.presets import pattern
-from mesanet.report.comparison import CORPUS, RUNS
+from mesanet.report.comparison import CORPUS, EVALUATED, RUNS
 from mesanet.report.page import build_report
-from mesanet.training.distributed import Processes, choose_device
+from mesanet.training.distributed import connect
 from mesanet.training.run import prepared, train
 
 
 def compare(config: CompareConfig, *, command: Sequence[str] | None = None, quiet: bool = False) -> Path:
-    """Train every mixer, evaluate it, and write the report; what has its record already is not done again."""
-    for mixers in config.mixers:
-        for name in pattern(mixers):
-            mixer_class(name)
+    """Train every mixer, evaluate it, and write the report; what has its record already is not done again.
+
+    Every process that torchrun started has to call this with the same arguments: they share the training, and the
+    first one does everything else.
+    """
+    config = replace(config, mixers=mixer_patterns(config.mixers))
     first = run_config(config, config.mixers[0])
-    device = choose_device(first.training.device)
-    dataset = prepared(first, Processes(0, 1, device), quiet=quiet)
+    _check_processes(first)
     words = list(command) if command is not None else None
-    plan = make_plan(config, run_config(config, config.mixers[0], dataset.vocabulary), dataset, words)
-    _corpus(config.out / CORPUS, dataset)
-    for number, mixers in enumerate(config.mixers, start=1):
-        started = time.monotonic()
-        _say(f"[{number}/{len(config.mixers)}] {mixers}", quiet)
-        _one(config, plan, mixers, dataset, str(device), quiet)
-        page = build_report(config.out)
-        _say(f"[{number}/{len(config.mixers)}] {mixers}: {time.monotonic() - started:.0f} s; {page}", quiet)
+    with connect(first.training) as processes:
+        quiet = quiet or not processes.first
+        dataset = prepared(first, processes, quiet=quiet)
+        first = run_config(config, config.mixers[0], dataset.vocabulary)
+        plan = processes.from_first(lambda: _begin(config, first, dataset, words, processes.count))
+        for number, mixers in enumerate(config.mixers, start=1):
+            started = time.monotonic()
+            _say(f"[{number}/{len(config.mixers)}] {mixers}", quiet)
+            run, folder = run_config(config, mixers, dataset.vocabulary), config.out / RUNS / mixers
+            train(run, folder, resume=True, quiet=quiet)
+            stage = _Evaluation(config, plan, mixers, dataset, str(processes.device), words, quiet)
+            page = processes.from_first(stage.run)
+            _say(f"[{number}/{len(config.mixers)}] {mixers}: {time.monotonic() - started:.0f} s; {page}", quiet)
     return page
 
 
-def _one(config: CompareConfig, plan: dict[str, Any], mixers: str, dataset: Dataset, device: str, quiet: bool) -> None:
-    """Train and evaluate one mixer."""
-    run = run_config(config, mixers, dataset.vocabulary)
-    folder = config.out / RUNS / mixers
-    model = train(run, folder, resume=True, quiet=quiet).model
-    position, extrapolation, solver = (evaluation(plan, name) for name in ("position", "extrapolation", "solver"))
-    configs = [each for each in (position, extrapolation) if each is not None]
-    evaluate_run(folder, configs, device=device, quiet=quiet)
-    if solver is not None and "mesa" in pattern(mixers):
-        fixed = [SolverOverride(max_steps=steps, tolerance=0.0) for steps in config.solver_steps]
-        adaptive = [SolverOverride(tolerance=tolerance) for tolerance in config.solver_tolerances]
-        evaluate_run(folder, [solver], [*fixed, *adaptive], device=device, quiet=quiet)
-    write_sample(folder, model, dataset, config, device)
+@dataclass(frozen=True)
+class _Evaluation:
+    """What follows the training of one mixer."""
+
+    config: CompareConfig
+    plan: dict[str, Any]
+    mixers: str
+    dataset: Dataset
+    device: str
+    command: Sequence[str] | None
+    quiet: bool
+
+    def run(self) -> Path:
+        """Evaluate, let it write, and draw the report with it."""
+        config, folder = self.config, self.config.out / RUNS / self.mixers
+        write_json_atomic(folder / EVALUATED, {"weights_sha256": current_weights(folder)})
+        position, extrapolation, solver = (
+            evaluation(self.plan, name) for name in ("position", "extrapolation", "solver")
+        )
+        self._evaluate([each for each in (position, extrapolation) if each is not None])
+        if solver is not None and "mesa" in pattern(self.mixers):
+            fixed = [SolverOverride(max_steps=steps, tolerance=0.0) for steps in config.solver_steps]
+            adaptive = [SolverOverride(tolerance=tolerance) for tolerance in config.solver_tolerances]
+            self._evaluate([solver], [*fixed, *adaptive])
+        write_sample(folder, self.dataset, config, self.device, self.command)
+        return build_report(config.out)
+
+    def _evaluate(
+        self, configs: list[EvaluationConfig], solvers: Sequence[SolverOverride] = (SolverOverride(),)
+    ) -> None:
+        folder = self.config.out / RUNS / self.mixers
+        evaluate_run(folder, configs, solvers, device=self.device, command=self.command, quiet=self.quiet)
+
+
+def _begin(
+    config: CompareConfig, first: RunConfig, dataset: Dataset, command: list[str] | None, processes: int
+) -> dict[str, Any]:
+    """Write down what is going to be done, and on which data."""
+    plan = make_plan(config, first, dataset, command, processes)
+    _corpus(config.out / CORPUS, dataset)
+    return plan
+
+
+def _check_processes(config: RunConfig) -> None:
+    """Refuse several processes that nobody told how to share the work."""
+    count = os.environ.get("WORLD_SIZE", "1")
+    if count != "1" and config.training.parallel == "none":
+        raise UserError(f"there are {count} processes: let them share the work with --parallel ddp or --parallel fsdp")
 
 
 def _corpus(path: Path, dataset: Dataset) -> None:

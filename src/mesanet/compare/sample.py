@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ from mesanet.config.compare import CompareConfig
 from mesanet.data.dataset import Dataset
 from mesanet.evaluation.run import describe_model, provenance
 from mesanet.io import read_json, write_json_atomic
-from mesanet.model.files import load_model
+from mesanet.model.files import find_model, load_model
 from mesanet.model.text import stream_text
 from mesanet.report.comparison import SAMPLE
 
 
-def write_sample(run: Path, model_folder: Path, dataset: Dataset, config: CompareConfig, device: str) -> dict[str, Any]:
+def write_sample(
+    run: Path, dataset: Dataset, config: CompareConfig, device: str, command: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Let a run's model continue the prompt, unless its weights have done so already."""
+    model_folder = find_model(run)
     model = load_model(model_folder, device=device)
     about = describe_model(model, model_folder, run)
     path = run / SAMPLE
@@ -33,7 +37,7 @@ def write_sample(run: Path, model_folder: Path, dataset: Dataset, config: Compar
     seconds = time.perf_counter() - started
     tokens = len(tokenizer.encode_batch([text])[0])
     record = {
-        **provenance("sample"),
+        **provenance("sample", command),
         "model": about,
         "prompt": config.prompt,
         "text": text,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mesanet.config.base import check_fields, check_in_range, check_not_empty
 from mesanet.config.generation import GenerationConfig
@@ -16,13 +17,23 @@ class CompareConfig:
     preset: str
     """The training run, as for `mesanet train`."""
     mixers: tuple[str, ...]
-    """Mixers, or patterns of them such as hawk-mesa."""
+    """Mixers, or patterns of them such as hawk-mesa; a comma separates one from the next."""
     out: Path
     """Folder for the runs and the report."""
     data: Path | None = None
     """Folder that `mesanet data prepare` wrote, instead of the preset's data."""
     steps: int | None = None
     """Updates of each model, instead of the preset's number."""
+    precision: Literal["float32", "bfloat16"] | None = None
+    """Precision of training, instead of the preset's; evaluations are in float32 in any case."""
+    parallel: Literal["none", "ddp", "fsdp"] | None = None
+    """How several processes share the training, instead of the preset's way; torchrun starts the processes."""
+    accumulation: int | None = None
+    """Parts that a process cuts its sequences of a step into, instead of the preset's number."""
+    activation_checkpointing: bool | None = None
+    """Compute activations again on the way back instead of keeping them; None does as the preset does."""
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    """Where to compute, instead of where the preset does."""
     tokens: int = 1 << 18
     """Held-out tokens for perplexity and for the loss by position, at most."""
     longest: int = 16
@@ -45,8 +56,9 @@ class CompareConfig:
         check_not_empty("mixers", self.mixers)
         for name in ("tokens", "longest", "longest_tokens", "solver_tokens", "sample_tokens"):
             check_in_range(name, getattr(self, name), 1)
-        if self.steps is not None:
-            check_in_range("steps", self.steps, 1)
+        for name in ("steps", "accumulation"):
+            if getattr(self, name) is not None:
+                check_in_range(name, getattr(self, name), 1)
         for steps in self.solver_steps:
             check_in_range("solver_steps", steps, 0)
         for tolerance in self.solver_tolerances:

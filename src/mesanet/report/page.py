@@ -142,7 +142,9 @@ def _samples(comparison: Comparison, figures: dict[str, str]) -> Iterator[str]:
 def _provenance(comparison: Comparison, figures: dict[str, str]) -> Iterator[str]:
     plan, model = comparison.plan, comparison.plan["run"]["model"]
     yield "<ul>"
-    yield f"<li>Command: <code>{escape(' '.join(plan['command']))}</code></li>"
+    history = plan.get("history") or [plan]
+    for words in dict.fromkeys(" ".join(each["command"]) for each in history):
+        yield f"<li>Command: <code>{escape(words)}</code></li>"
     yield (
         f"<li>Model: {model['layers']} layers of width {model['width']}, {model['heads']} heads of key size "
         f"{model['key_size']}, vocabulary {model['vocabulary']:,}</li>"
@@ -154,8 +156,11 @@ def _provenance(comparison: Comparison, figures: dict[str, str]) -> Iterator[str
             f"unigram entropy {corpus['unigram_entropy']:.3f} nats, fingerprint "
             f"<code>{escape(corpus['fingerprint'][:16])}</code></li>"
         )
-    yield f"<li>Machine: {escape(plan['machine'])}</li>"
-    yield f"<li>mesanet {escape(plan['mesanet'])}, torch {escape(plan['torch'])}, begun {escape(plan['created'])}</li>"
+    for machine in dict.fromkeys(each["machine"] for each in history):
+        yield f"<li>Machine: {escape(machine)}</li>"
+    for mesanet, torch in dict.fromkeys((each["mesanet"], each["torch"]) for each in history):
+        yield f"<li>mesanet {escape(mesanet)}, torch {escape(torch)}</li>"
+    yield f"<li>Begun {escape(plan['created'])}</li>"
     yield "</ul>"
 
 
