@@ -46,11 +46,11 @@ def longhorn(
     dtype = computing_dtype(q, k, v)
     state = zero_state(sizes, dtype, q.device) if state is None else state.to(dtype)
     if backend == "reference" or (sizes.time == 1 and backend == "auto" and cu_seqlens is None):
-        inputs = cast(dtype, q, k, v, precision)
+        q_, k_, v_, precision_ = cast(dtype, q, k, v, precision)
         if backend == "reference":
-            output, last = reference.longhorn(*inputs, state, cu_seqlens)
+            output, last = reference.longhorn(q_, k_, v_, precision_, state, cu_seqlens)
         else:
-            output, last = _one_token(*inputs, state)
+            output, last = _one_token(q_, k_, v_, precision_, state)
         return output.to(v.dtype), last
     layout = chunk_layout(sizes.batch, sizes.time, cu_seqlens)
     step = reference.longhorn_step(k.to(dtype), precision.to(dtype))
