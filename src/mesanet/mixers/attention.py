@@ -85,7 +85,8 @@ class SlidingWindow(Attention):
         values = join_history(before.values, v, padding)
         valid = join_history(before.valid, fresh, padding)
         kept = keys.shape[1] - self.window + 1
-        after = Window(keys=keys[:, kept:], values=values[:, kept:], valid=valid[:, kept:])
+        # Cloned: views would keep the whole prompt in memory for as long as the window lives.
+        after = Window(*(tensor[:, kept:].clone() for tensor in (keys, values, valid)))
         if q.shape[1] == 0:
             return q.new_empty(*q.shape[:3], v.shape[3]), after
         return banded_attention(q, keys, values, valid, self.window), after

@@ -76,7 +76,8 @@ class ShortConvolution(nn.Module):
         if state is None:
             state = x.new_zeros(x.shape[0], self.width - 1, x.shape[2])
         joined = join_history(state, x, layout.padding)
-        return self._convolve(joined), joined[:, joined.shape[1] - self.width + 1 :]
+        # Cloned: a view would keep the whole prompt in memory for as long as the state lives.
+        return self._convolve(joined), joined[:, joined.shape[1] - self.width + 1 :].clone()
 
     def _convolve(self, joined: Tensor) -> Tensor:
         """[B, width - 1 + T, D] -> [B, T, D]."""

@@ -23,8 +23,6 @@ class Layout:
     """[B] how many tokens at the left of each row are padding; None if there are none."""
     cu_seqlens: Tensor | None = None
     """[S + 1] where the packed sequences begin and end; None for a dense batch."""
-    continued: bool = False
-    """Whether there are tokens of earlier calls, so that the cache may hold something."""
     tables: dict[tuple[int, float, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
     """Rotary tables, made once for all layers."""
 
@@ -65,7 +63,7 @@ def dense_layout(batch: int, time: int, lengths: Tensor | None, padding: Tensor 
         positions = positions - padding[:, None]
     if lengths is not None:
         positions = positions + lengths[:, None]
-    return Layout(positions=positions.clamp_min(0), padding=padding, continued=lengths is not None)
+    return Layout(positions=positions.clamp_min(0), padding=padding)
 
 
 def packed_layout(time: int, lengths: Tensor | None, cu_seqlens: Tensor, device: torch.device) -> Layout:
@@ -74,7 +72,7 @@ def packed_layout(time: int, lengths: Tensor | None, cu_seqlens: Tensor, device:
     sizes = bounds[1:] - bounds[:-1]
     offsets = -bounds[:-1] if lengths is None else lengths - bounds[:-1]
     positions = torch.arange(time, device=device) + offsets.repeat_interleave(sizes, output_size=time)
-    return Layout(positions=positions[None], cu_seqlens=bounds, continued=lengths is not None)
+    return Layout(positions=positions[None], cu_seqlens=bounds)
 
 
 def join_history(history: Tensor, fresh: Tensor, padding: Tensor | None) -> Tensor:
