@@ -98,6 +98,16 @@ def test_top_k_and_top_p_keep_the_right_tokens() -> None:
     assert kept(top_k=2, top_p=0.5) == [1]
 
 
+@pytest.mark.parametrize(
+    "settings", [{"top_p": 1e-300}, {"top_p": 1e-300, "top_k": 5}, {"temperature": 1e-38}, {"temperature": 5e-324}]
+)
+def test_extreme_settings_leave_the_most_likely_token(settings: dict[str, float]) -> None:
+    logits = torch.tensor([[25.0, -30.0, 30.0, 29.9], [0.0, 0.1, 0.0, 0.0]])
+    sampler = Sampler(GenerationConfig(**settings), rows=2)  # type: ignore[arg-type]
+    assert sampler.choose(logits, [0, 1]).tolist() == [2, 1]
+    assert not truncated(logits, sampler.config).isnan().any()
+
+
 def test_streaming_yields_as_it_goes() -> None:
     model = small("gla")
     steps = stream(model, PROMPTS, GenerationConfig(max_tokens=1000))

@@ -32,14 +32,17 @@ class Sampler:
 
 def truncated(logits: Tensor, config: GenerationConfig) -> Tensor:
     """Logits over the temperature, with minus infinity where top_k or top_p rule a token out."""
-    logits = logits / config.temperature
+    # The largest first becomes zero: a tiny temperature then takes the others to minus infinity, and nothing to NaN.
+    logits = (logits.double() - logits.max(dim=-1, keepdim=True).values) / config.temperature
     if config.top_k is not None and config.top_k < logits.shape[-1]:
         smallest = logits.topk(config.top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest, -torch.inf)
     if config.top_p is not None and config.top_p < 1:
         ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
         probabilities = ordered.softmax(dim=-1)
-        # A token stays if those before it do not reach top_p yet: the most likely one always does.
+        # A token stays if those before it do not reach top_p yet.
         excluded = probabilities.cumsum(dim=-1) - probabilities >= config.top_p
+        # Nothing comes before the most likely one, which rounding may deny where top_p is tiny.
+        excluded[:, 0] = False
         logits = logits.masked_fill(excluded.scatter(1, tokens, excluded), -torch.inf)
     return logits
