@@ -166,6 +166,27 @@ def test_the_solver_can_be_changed_on_a_loaded_model() -> None:
         model.set_solver(max_steps=3, mode="eval")
 
 
+def test_a_change_of_the_solver_that_changes_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="solver: the model has no mesa layer but gla"):
+        small("gla").set_solver(max_steps=3)
+    hybrid = small("hawk", "mesa")
+    for layers in ((99,), (0,), (0, 1), (-1,), ()):
+        with pytest.raises(ValueError, match=r"layers: got .*, expected some of the mesa layers, \[1\]"):
+            hybrid.set_solver(max_steps=3, layers=layers)
+
+
+def test_the_config_tells_the_model_as_it_stands() -> None:
+    model = small("mesa", "gla", layers=4)
+    built = model.config
+    model.set_solver(max_steps=3, preconditioner="none")
+    model.set_solver(tolerance=0.25, mode="training")
+    assert model.config.inference_solver == SolverConfig(max_steps=3, tolerance=1e-7, preconditioner=None)
+    assert model.config.training_solver == SolverConfig(tolerance=0.25)
+    assert model.to(torch.bfloat16).config.dtype == "bfloat16"
+    model.set_solver(max_steps=9, layers=(2,))
+    assert model.config.inference_solver == built.inference_solver
+
+
 def test_observations_are_what_the_rule_got() -> None:
     model = small("mesa").eval()
     with model.observe() as seen:
@@ -238,6 +259,11 @@ def test_mistakes_are_named() -> None:
         small("gated_deltnet")
     with pytest.raises(ValueError, match=r"tokens: got torch\.float32"):
         model(torch.randn(2, 5))
+    for wrong in (61, -1):
+        with pytest.raises(ValueError, match=rf"tokens: got {wrong}, expected ids from 0 to 60"):
+            model(torch.tensor([[3, wrong]]))
+    with pytest.raises(ValueError, match=r"or vectors \[B, T, 32\]"):
+        model(torch.randn(2, 5, 31))
     with pytest.raises(ValueError, match=r"mask: got shape \(2, 4\)"):
         model(tokens, mask=torch.ones(2, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="cache: has 2 rows, but the tokens have 1"):

@@ -37,6 +37,16 @@ def test_a_model_comes_back_bit_for_bit(name: str, dtype: str, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == [CONFIG_FILE, WEIGHTS_FILE]
 
 
+def test_a_changed_model_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    model = small("mesa").to(torch.bfloat16)
+    model.set_solver(max_steps=1, tolerance=0.0)
+    again = load_model(save_model(model, tmp_path))
+    tokens = torch.randint(61, (2, 12))
+    assert again.embedding.weight.dtype == torch.bfloat16
+    assert torch.equal(again(tokens)[0], model(tokens)[0])
+    assert again.config.inference_solver.max_steps == 1
+
+
 def test_a_truncated_weight_file_is_named(saved: Path) -> None:
     weights = saved / WEIGHTS_FILE
     weights.write_bytes(weights.read_bytes()[:-100])

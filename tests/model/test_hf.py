@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from mesanet.config.generation import GenerationConfig
 from mesanet.config.model import ModelConfig
 from mesanet.mixers import MIXERS
 from mesanet.model.backbone import LanguageModel
-from mesanet.model.files import load_model
+from mesanet.model.files import find_model, load_model, save_model
 from mesanet.model.generate import generate, pad_left
 
 transformers = pytest.importorskip("transformers")
@@ -96,6 +100,137 @@ def test_a_resized_vocabulary_keeps_the_old_tokens(tmp_path: Path) -> None:
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(again(tokens).logits, after)
     assert again.config.model_config.vocabulary == 70
+
+
+@pytest.mark.parametrize("how", ["from_pretrained", "to"])
+def test_bfloat16_survives_the_files(how: str, tmp_path: Path) -> None:
+    wrapped("mesa").save_pretrained(tmp_path / "full")
+    if how == "to":
+        half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "full").to(torch.bfloat16)
+    else:
+        half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "full", dtype=torch.bfloat16)
+    tokens = torch.randint(61, (2, 9))
+    expected = half(tokens).logits
+    half.save_pretrained(tmp_path / "half")
+    ours, theirs = (
+        load_model(tmp_path / "half"), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    )  # fmt: skip
+    assert ours.embedding.weight.dtype == theirs.dtype == torch.bfloat16
+    assert torch.equal(ours(tokens)[0], expected)
+    assert torch.equal(theirs(tokens).logits, expected)
+
+
+def test_a_resized_vocabulary_is_that_of_our_model(tmp_path: Path) -> None:
+    model = wrapped("gla")
+    model.resize_token_embeddings(70)
+    assert model.model.config.vocabulary == model.config.vocab_size == 70
+    again = load_model(save_model(model.model, tmp_path))
+    config = GenerationConfig(max_tokens=3, temperature=0)
+    assert generate(again, [[65]], config) == generate(model.model, [[65]], config)
+
+
+def test_files_cut_into_shards_are_read(tmp_path: Path) -> None:
+    model = wrapped("mesa")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert not (tmp_path / "model.safetensors").exists()
+    tokens = torch.randint(61, (2, 9))
+    assert find_model(tmp_path) == tmp_path
+    assert torch.equal(load_model(tmp_path)(tokens)[0], model(tokens).logits)
+    shard = next(tmp_path.glob("model-00002-*.safetensors"))
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"{shard.name} is missing"):
+        load_model(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"norm.weight": "../elsewhere.safetensors"}}))
+    with pytest.raises(ValueError, match="expected the name of a file beside it"):
+        load_model(tmp_path)
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    wrapped("gla").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = path.read_bytes()
+    weights = safetensors.torch.load(whole)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    missing = {name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}
+    for changed, message in [
+        (missing, r"does not have .*norm\.weight"),
+        ({**weights, "stranger": torch.ones(2)}, "has, but the model does not, stranger"),
+    ]:
+        safetensors.torch.save_file(changed, path, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path)
+    path.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        load(tmp_path)
+    path.write_bytes(whole)
+    model, details = load(tmp_path, output_loading_info=True)
+    assert isinstance(model, hf.MesaNetForCausalLM)
+    assert not details["missing_keys"]
+
+
+def test_hidden_states_are_the_residual_stream() -> None:
+    """Also where padding stands at the right, and while generating."""
+    model = wrapped("gla")
+    tokens = torch.randint(61, (2, 9))
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, 6:] = 0
+    output = model(tokens, attention_mask=mask, output_hidden_states=True)
+    alone = model(tokens[:1, :6], output_hidden_states=True)
+    assert len(output.hidden_states) == 3
+    for padded, single in zip(output.hidden_states, alone.hidden_states, strict=True):
+        torch.testing.assert_close(padded[:1, :6], single)
+    torch.testing.assert_close(output.hidden_states[0], model.get_input_embeddings()(tokens) * 32**0.5)
+    torch.testing.assert_close(model.model.logits(output.hidden_states[-1]), output.logits)
+    assert model(tokens).hidden_states is None
+    generated = model.generate(tokens, max_new_tokens=2, return_dict_in_generate=True, output_hidden_states=True)
+    assert len(generated.hidden_states) == 2
+
+
+def test_logits_can_be_asked_for_by_place() -> None:
+    model = wrapped("gla")
+    tokens = torch.randint(61, (2, 9))
+    whole = model(tokens).logits
+    torch.testing.assert_close(model(tokens, logits_to_keep=torch.tensor([1, 5])).logits, whole[:, [1, 5]])
+    torch.testing.assert_close(model(tokens, logits_to_keep=2).logits, whole[:, -2:])
+
+
+def test_vectors_take_the_place_of_ids() -> None:
+    model = wrapped("mesa")
+    tokens, mask = pad_left(PROMPTS, model.model)
+    assert mask is not None
+    vectors = model.get_input_embeddings()(tokens)
+    expected = model(tokens, attention_mask=mask.long()).logits
+    actual = model(inputs_embeds=vectors, attention_mask=mask.long()).logits
+    torch.testing.assert_close(actual[mask], expected[mask])
+    options = {"attention_mask": mask.long(), "max_new_tokens": 4, "do_sample": False}
+    generated = model.generate(tokens, **options)[:, tokens.shape[1] :]
+    assert torch.equal(model.generate(inputs_embeds=vectors, **options)[:, -4:], generated)
+    with pytest.raises(ValueError, match="input_ids: expected either"):
+        model(tokens, inputs_embeds=vectors)
+
+
+@pytest.mark.parametrize("name", ["position_ids", "output_attentions", "token_type_ids"])
+def test_what_the_models_do_not_take_is_named(name: str) -> None:
+    for model in (wrapped("gla"), hf.MesaNetModel(wrapped("gla").config)):
+        tokens = torch.randint(61, (1, 4))
+        with pytest.raises(ValueError, match=f"{name}: got Tensor"):
+            model(tokens, **{name: torch.arange(4)[None]})
+        assert model(tokens, **{name: None}) is not None
+
+
+def test_a_fresh_process_loads_as_the_guide_says(tmp_path: Path) -> None:
+    """Both orders of the imports; `import mesanet` alone stays without transformers."""
+    wrapped("gla").save_pretrained(tmp_path)
+    for first, second in [
+        ("import mesanet.model.hf", "from transformers import AutoModelForCausalLM"),
+        ("from transformers import AutoModelForCausalLM", "import mesanet.model.hf"),
+    ]:
+        code = f"{first}\n{second}\nprint(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__name__)"
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert result.stdout.strip() == "MesaNetForCausalLM", result.stderr
+    code = "import sys, mesanet; mesanet.LanguageModel; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_activation_checkpointing_is_ours() -> None:

@@ -112,6 +112,11 @@ class RecursiveMesa(RidgeMixer):
         )
 
 
+def config_of(solver: ConjugateGradient) -> SolverConfig:
+    """The settings of the op's solver: the inverse of `solver_from`."""
+    return SolverConfig(max_steps=solver.max_steps, tolerance=solver.tolerance, preconditioner=solver.preconditioner)
+
+
 def solver_from(config: SolverConfig) -> ConjugateGradient:
     """The op's solver with these settings."""
     return ConjugateGradient(

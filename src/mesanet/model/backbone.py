@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from mesanet.config.model import ModelConfig
 from mesanet.mixers import Mixer, Observation, mixer_class
 from mesanet.mixers.layers import RMSNorm
 from mesanet.mixers.layout import Layout, dense_layout, packed_layout
-from mesanet.mixers.mesa import Mesa
+from mesanet.mixers.mesa import Mesa, config_of
 from mesanet.model.cache import Cache
 from mesanet.model.layers import SwiGLU, soft_cap
 from mesanet.model.loss import chunked_loss
@@ -27,6 +28,10 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+
+
+SOLVERS = ("training_solver", "inference_solver")
+"""What a mesa layer solves with, in the config and in the layer."""
 
 
 class Block(nn.Module):
@@ -53,13 +58,28 @@ class LanguageModel(nn.Module):
         super().__init__()
         for name in config.mixers:
             mixer_class(name)
-        self.config = config
+        self._built_from = config
         self.checkpoint_activations = False
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.norm = RMSNorm(config.width, epsilon=config.norm_epsilon)
         self._draw_embedding()
         self.to(DTYPES[config.dtype])
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the model is made of as it stands: after a change of dtype, of the vocabulary, of all layers' solver."""
+        changes: dict[str, Any] = {"vocabulary": self.embedding.weight.shape[0]}
+        dtype = reduce(torch.promote_types, (parameter.dtype for parameter in self.parameters()))
+        names = [name for name, known in DTYPES.items() if known == dtype]
+        if names:
+            changes["dtype"] = names[0]
+        layers = [mixer for mixer in self.mixers() if isinstance(mixer, Mesa)]
+        for attribute in SOLVERS:
+            solvers = {getattr(mixer, attribute) for mixer in layers}
+            if len(solvers) == 1:
+                changes[attribute] = config_of(solvers.pop())
+        return replace(self._built_from, **changes)
 
     def reset_parameters(self) -> None:
         """Draw every parameter anew, as after building the model on the meta device and `to_empty`."""
@@ -98,25 +118,33 @@ class LanguageModel(nn.Module):
         *,
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        streams: list[Tensor] | None = None,
     ) -> tuple[Tensor, Cache]:
-        """The normalised residual stream [B, T, D] that the logits are made of, and the cache to go on with."""
+        """The normalised residual stream [B, T, D] that the logits are made of, and the cache to go on with.
+
+        In place of ids, `tokens` may be vectors [B, T, D] like the rows of the embedding. A list of `streams` receives
+        the residual stream before each block.
+        """
         self._check(tokens, cache, mask, cu_seqlens)
+        x = tokens if tokens.is_floating_point() else self.embedding(tokens)
         order = None
         padding = None
         if mask is not None and not bool(mask.all()):
             # Real tokens keep their order and move to the right end; causal layers can't tell the difference.
             order = mask.to(torch.uint8).argsort(dim=1, stable=True)
-            tokens = tokens.gather(1, order)
+            x = x.gather(1, order[..., None].expand_as(x))
             padding = mask.shape[1] - mask.sum(1)
-        x, cache = self._run(tokens, cache, padding, cu_seqlens)
+        x, cache = self._run(x, cache, padding, cu_seqlens, streams)
         if order is not None:
-            places = order.argsort(dim=1)
-            x = x.gather(1, places[..., None].expand_as(x))
+            places = order.argsort(dim=1)[..., None]
+            x = x.gather(1, places.expand_as(x))
+            if streams is not None:
+                streams[:] = [stream.gather(1, places.expand_as(stream)) for stream in streams]
         return x, cache
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Soft-capped logits, float32 or wider."""
-        return soft_cap(nn.functional.linear(hidden, self.embedding.weight), self.config.logits_cap)
+        return soft_cap(nn.functional.linear(hidden, self.embedding.weight), self._built_from.logits_cap)
 
     def loss(
         self,
@@ -145,7 +173,7 @@ class LanguageModel(nn.Module):
                 f"targets: got shape {tuple(targets.shape)}, expected that of tokens, {tuple(tokens.shape)}"
             )
         hidden, cache = self.hidden(tokens, cache, mask=mask, cu_seqlens=cu_seqlens)
-        mean, each = chunked_loss(hidden, self.embedding.weight, targets, self.config.logits_cap)
+        mean, each = chunked_loss(hidden, self.embedding.weight, targets, self._built_from.logits_cap)
         return mean, each, cache
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
@@ -174,7 +202,9 @@ class LanguageModel(nn.Module):
     ) -> None:
         """Change how the mesa layers solve, of a loaded model too; `mode` is "inference", "training" or "both".
 
-        What is None stays as it is; the preconditioner "none" is the paper's plain method.
+        What is None stays as it is; the preconditioner "none" is the paper's plain method. A change of all mesa layers
+        is part of `config` and is saved; one of some `layers` only is not. Under the preconditioner "auto" a token that
+        comes alone is solved for directly, without steps.
         """
         if mode not in ("inference", "training", "both"):
             raise ValueError(f"mode: got {mode!r}, expected inference, training or both")
@@ -183,10 +213,16 @@ class LanguageModel(nn.Module):
         }
         if preconditioner is not None:
             changes["preconditioner"] = None if preconditioner == "none" else preconditioner
-        for layer, mixer in enumerate(self.mixers()):
-            if not isinstance(mixer, Mesa) or (layers is not None and layer not in layers):
-                continue
-            for attribute in ("training_solver", "inference_solver"):
+        if not changes:
+            return
+        mesa = {layer: mixer for layer, mixer in enumerate(self.mixers()) if isinstance(mixer, Mesa)}
+        if not mesa:
+            raise ValueError(f"solver: the model has no mesa layer but {', '.join(self._built_from.mixers)}")
+        strangers = sorted(set(layers or ()) - mesa.keys())
+        if strangers or layers == ():
+            raise ValueError(f"layers: got {strangers or layers}, expected some of the mesa layers, {list(mesa)}")
+        for mixer in mesa.values() if layers is None else [mesa[layer] for layer in layers]:
+            for attribute in SOLVERS:
                 if mode in ("both", attribute.removesuffix("_solver")):
                     setattr(mixer, attribute, replace(getattr(mixer, attribute), **changes))
 
@@ -213,23 +249,30 @@ class LanguageModel(nn.Module):
                 mixer.observer = observer
 
     def _run(
-        self, tokens: Tensor, cache: Cache | None, padding: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        cache: Cache | None,
+        padding: Tensor | None,
+        cu_seqlens: Tensor | None,
+        streams: list[Tensor] | None,
     ) -> tuple[Tensor, Cache]:
-        """The blocks, for real tokens that stand at the right end."""
-        batch, time = tokens.shape
+        """The blocks, for the embedded real tokens [B, T, D] that stand at the right end."""
+        batch, time = x.shape[:2]
         lengths = None if cache is None else cache.lengths
         if cu_seqlens is None:
-            layout = dense_layout(batch, time, lengths, padding, tokens.device)
-            fresh = torch.full((batch,), time, device=tokens.device)
+            layout = dense_layout(batch, time, lengths, padding, x.device)
+            fresh = torch.full((batch,), time, device=x.device)
             fresh = fresh if padding is None else fresh - padding
         else:
-            layout = packed_layout(time, lengths, cu_seqlens, tokens.device)
+            layout = packed_layout(time, lengths, cu_seqlens, x.device)
             assert layout.cu_seqlens is not None
             fresh = layout.cu_seqlens.diff()
-        x = self.embedding(tokens) * math.sqrt(self.config.width)
+        x = x * math.sqrt(self._built_from.width)
         states = []
         for layer, block in enumerate(self.blocks):
             state = None if cache is None else cache.states[layer]
+            if streams is not None:
+                streams.append(x)
             if self.checkpoint_activations and self.training and torch.is_grad_enabled():
                 x, state = checkpoint(block, x, layout, state, use_reentrant=False)
             else:
@@ -243,11 +286,20 @@ class LanguageModel(nn.Module):
         nn.init.normal_(self.embedding.weight, std=math.sqrt(1 / self.config.width))
 
     def _check(self, tokens: Tensor, cache: Cache | None, mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        if tokens.dim() != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens: got {tokens.dtype} {tuple(tokens.shape)}, expected integer ids [B, T]")
+        width = self._built_from.width
+        vectors = tokens.is_floating_point() and tokens.dim() == 3 and tokens.shape[2] == width
+        if not vectors and (tokens.dim() != 2 or tokens.is_floating_point()):
+            came = f"{tokens.dtype} {tuple(tokens.shape)}"
+            raise ValueError(f"tokens: got {came}, expected integer ids [B, T], or vectors [B, T, {width}]")
+        # On a CPU only: elsewhere it would make the processor wait for the device, and the lookup itself complains.
+        if not vectors and tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+            low, high, vocabulary = int(tokens.min()), int(tokens.max()), self.embedding.weight.shape[0]
+            if low < 0 or high >= vocabulary:
+                wrong = low if low < 0 else high
+                raise ValueError(f"tokens: got {wrong}, expected ids from 0 to {vocabulary - 1}, the vocabulary")
         rows = tokens.shape[0]
-        if mask is not None and mask.shape != tokens.shape:
-            raise ValueError(f"mask: got shape {tuple(mask.shape)}, expected that of tokens, {tuple(tokens.shape)}")
+        if mask is not None and mask.shape != tokens.shape[:2]:
+            raise ValueError(f"mask: got shape {tuple(mask.shape)}, expected that of tokens, {tuple(tokens.shape[:2])}")
         if cu_seqlens is not None:
             if mask is not None:
                 raise ValueError("mask: packed sequences (cu_seqlens) have no padding, so give only one of the two")

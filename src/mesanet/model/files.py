@@ -18,6 +18,8 @@ from mesanet.model.backbone import DTYPES, LanguageModel
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+"""Says which file holds which weight, where transformers has cut a large model into several."""
 FINISHED = "model"
 """Where a run folder keeps the model once training is done."""
 TOKENIZER_FILE = "tokenizer.json"
@@ -32,10 +34,12 @@ def save_model(model: LanguageModel, folder: str | os.PathLike[str]) -> Path:
     """Write a model's config and weights into a folder, each file whole or not at all."""
     from safetensors.torch import save
 
+    config = model.config
+
     target = Path(folder)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     write_atomic(target / WEIGHTS_FILE, lambda file: file.write(save(weights, metadata={"format": "pt"})))
-    write_json_atomic(target / CONFIG_FILE, to_dict(model.config))
+    write_json_atomic(target / CONFIG_FILE, to_dict(config))
     return target
 
 
@@ -49,10 +53,10 @@ def load_model(folder: str | os.PathLike[str], *, device: torch.device | str = "
             model = LanguageModel(config)
         except ValueError as error:
             raise ValueError(f"{source / CONFIG_FILE}: {error}") from error
-    weights = read_weights(source / WEIGHTS_FILE, device)
+    weights, file = read_all_weights(source, device)
     if wrapped:
         weights = {name.removeprefix(WRAPPER_PREFIX): tensor for name, tensor in weights.items()}
-    set_weights(model, weights, source / WEIGHTS_FILE)
+    set_weights(model, weights, file)
     return model.eval()
 
 
@@ -65,7 +69,7 @@ def find_model(folder: str | os.PathLike[str]) -> Path:
         if _holds_model(place):
             return place
     # A name that begins with a dot, or has an ending, is not whole yet or has been put aside.
-    found = [path.parent for path in source.glob(f"**/{WEIGHTS_FILE}") if _holds_model(path.parent)]
+    found = [path.parent for path in source.glob(f"**/{CONFIG_FILE}") if _holds_model(path.parent)]
     whole = [path for path in found if not any("." in part for part in path.relative_to(source).parts)]
     if not whole:
         raise ValueError(f"{source} holds no model: neither it nor a folder in it has {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -75,7 +79,7 @@ def find_model(folder: str | os.PathLike[str]) -> Path:
 
 
 def _holds_model(folder: Path) -> bool:
-    return (folder / WEIGHTS_FILE).is_file() and (folder / CONFIG_FILE).is_file()
+    return (folder / CONFIG_FILE).is_file() and any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
 
 
 def tokenizer_name(run: Path, folder: Path, vocabulary: int) -> str:
@@ -105,6 +109,24 @@ def read_config(folder: Path) -> tuple[ModelConfig, bool]:
         return from_dict(ModelConfig, values.get(MODEL_TYPE, {}) if wrapped else values), wrapped
     except ConfigError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def read_all_weights(folder: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], Path]:
+    """The weights in a folder, and the file that says which: one file with all, or the index of several."""
+    index = folder / INDEX_FILE
+    if (folder / WEIGHTS_FILE).is_file() or not index.is_file():
+        return read_weights(folder / WEIGHTS_FILE, device), folder / WEIGHTS_FILE
+    content: Any = read_json(index)
+    places = content.get("weight_map") if isinstance(content, Mapping) else None
+    if not isinstance(places, Mapping) or not all(isinstance(name, str) for name in places.values()):
+        raise ValueError(f"{index} has no weight_map that says which file holds which weight")
+    weights: dict[str, Tensor] = {}
+    for name in sorted(set(places.values())):
+        # A file of the folder itself: whoever made the index should not choose what else is read.
+        if Path(name).name != name:
+            raise ValueError(f"{index} names {name!r}, expected the name of a file beside it")
+        weights |= read_weights(folder / name, device)
+    return weights, index
 
 
 def read_weights(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -9,9 +9,11 @@ The weights, the arithmetic and the cache are the library's own; this file only 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers import Cache as TransformersCache
@@ -193,10 +195,55 @@ class MesaNetPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         """Whether only the input of each block is kept."""
         return self.model.checkpoint_activations
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any) -> Any:
+        """Load, and refuse weights that lack or do not belong, for which transformers only warns."""
+        wants_details = options.pop("output_loading_info", False)
+        try:
+            model, details = super().from_pretrained(
+                pretrained_model_name_or_path, *arguments, output_loading_info=True, **options
+            )
+        except SafetensorError as error:
+            name = _damaged_file(pretrained_model_name_or_path, options.get("subfolder", ""))
+            raise ValueError(f"{name} is damaged or no safetensors file: {error}") from error
+        problems = [
+            f"{problem} {name}"
+            for field, problem in (
+                ("missing_keys", "does not have"),
+                ("unexpected_keys", "has, but the model does not,"),
+            )
+            for name in sorted(details[field])
+        ]
+        if problems:
+            more = f" (and {len(problems) - 1} more such problems)" if len(problems) > 1 else ""
+            raise ValueError(f"{pretrained_model_name_or_path} does not fit its config: it {problems[0]}{more}")
+        return (model, details) if wants_details else model
+
+    def save_pretrained(self, *arguments: Any, **options: Any) -> Any:
+        """Save with the config of the model as it stands, whatever dtype, vocabulary and solver it was built with."""
+        settings = self.model.config
+        self.config.mesanet = to_dict(settings)
+        self.config.dtype = DTYPES[settings.dtype]
+        return super().save_pretrained(*arguments, **options)
+
     def _read(
-        self, input_ids: Tensor, attention_mask: Tensor | None, past: TransformersCache | None, use_cache: bool | None
-    ) -> tuple[Tensor, MesaNetCache | None]:
-        """Run the blocks; the mask may cover the tokens of earlier calls too."""
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        past: TransformersCache | None,
+        use_cache: bool | None,
+        output_hidden_states: bool | None,
+    ) -> tuple[Tensor, MesaNetCache | None, tuple[Tensor, ...] | None]:
+        """Run the blocks; the mask may cover the tokens of earlier calls too.
+
+        Returns the normalised residual stream, the cache, and, where they are asked for, the streams before each block
+        with the normalised one at the end.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids: expected either these or inputs_embeds, and not both")
+        inputs = inputs_embeds if input_ids is None else input_ids
+        assert inputs is not None
         keep = self.config.use_cache if use_cache is None else use_cache
         if past is None and keep and not self.training:
             past = MesaNetCache()
@@ -207,11 +254,14 @@ class MesaNetPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
         if attention_mask is not None:
             if attention_mask.dim() != 2:
                 raise ValueError(f"attention_mask: got {attention_mask.dim()} dimensions, expected 2: [batch, tokens]")
-            attention_mask = attention_mask[:, attention_mask.shape[1] - input_ids.shape[1] :].bool()
-        hidden, content = self.model.hidden(input_ids, None if past is None else past.content, mask=attention_mask)
+            attention_mask = attention_mask[:, attention_mask.shape[1] - inputs.shape[1] :].bool()
+        wants_streams = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        streams: list[Tensor] | None = [] if wants_streams else None
+        content = None if past is None else past.content
+        hidden, content = self.model.hidden(inputs, content, mask=attention_mask, streams=streams)
         if past is not None:
-            past.advance(content, input_ids.shape[1])
-        return hidden, past
+            past.advance(content, inputs.shape[1])
+        return hidden, past, None if streams is None else (*streams, hidden)
 
 
 class MesaNetModel(MesaNetPreTrainedModel):
@@ -219,44 +269,61 @@ class MesaNetModel(MesaNetPreTrainedModel):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: TransformersCache | None = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        **others: Any,
     ) -> Any:
         """The normalised residual stream."""
-        hidden, past = self._read(input_ids, attention_mask, past_key_values, use_cache)
-        output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past)
+        _refuse(others)
+        hidden, past, streams = self._read(
+            input_ids, inputs_embeds, attention_mask, past_key_values, use_cache, output_hidden_states
+        )
+        output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=past, hidden_states=streams)
         return output if return_dict is not False else output.to_tuple()
 
 
 class MesaNetForCausalLM(MesaNetPreTrainedModel, GenerationMixin):  # type: ignore[misc]
     """The language model."""
 
+    accepts_loss_kwargs = False
+    """To the Trainer: the loss is a mean, and takes no number of items."""
+
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: TransformersCache | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
+        **others: Any,
     ) -> Any:
         """Logits, and with `labels` (shifted here; negative ones are ignored) the mean loss.
 
-        While training with labels the logits are None: the loss never holds all of them at once.
+        While training with labels the logits are None: the loss never holds all of them at once. `logits_to_keep` asks
+        for the logits of the last so many tokens, or of the places in a tensor.
         """
-        hidden, past = self._read(input_ids, attention_mask, past_key_values, use_cache)
+        _refuse(others)
+        hidden, past, streams = self._read(
+            input_ids, inputs_embeds, attention_mask, past_key_values, use_cache, output_hidden_states
+        )
         loss = logits = None
         if labels is not None:
             table = self.model.embedding.weight
             cap = self.model.config.logits_cap
             loss, _ = chunked_loss(hidden[:, :-1], table, labels[:, 1:].to(hidden.device), cap)
         if labels is None or not self.training:
-            logits = self.model.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past)
+            kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+            logits = self.model.logits(hidden[:, kept])
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past, hidden_states=streams)
         return output if return_dict is not False else output.to_tuple()
 
     def _prepare_cache_for_generation(
@@ -265,6 +332,24 @@ class MesaNetForCausalLM(MesaNetPreTrainedModel, GenerationMixin):  # type: igno
         """Generation starts with our empty cache."""
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = MesaNetCache()
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    """Refuse what the models can't do by its name; None and False ask for nothing."""
+    for name, value in others.items():
+        # The cache counts its tokens itself, and transformers may pass on the same count.
+        if value is not None and value is not False and name != "cache_position":
+            raise ValueError(f"{name}: got {type(value).__name__}, which the models of mesanet do not take")
+
+
+def _damaged_file(name: Any, subfolder: str) -> Any:
+    """The first weight file in a folder that can't be opened; the name itself where it is no folder."""
+    for path in sorted((Path(name) / subfolder).glob("*.safetensors")):
+        try:
+            safe_open(path, framework="pt")
+        except SafetensorError:
+            return path
+    return name
 
 
 def from_language_model(model: LanguageModel, **settings: Any) -> MesaNetForCausalLM:
