@@ -1,4 +1,4 @@
-"""Packing: the batch of a step depends on (data, seed, step) alone, and shows every token once an epoch."""
+"""Packing: the batch of a step depends on (data, seed, step) alone, and fills up short documents with others."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mesanet.data import (
     IGNORED,
     Batches,
     Dataset,
-    PackedStream,
-    document_windows,
+    PackedSequences,
     make_batches,
     open_dataset,
     packed_windows,
     prepare,
 )
+from mesanet.data.packing import BLOCK
 from mesanet.data.permutation import Permutation
 from mesanet.errors import UserError
 
@@ -40,53 +40,97 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return open_dataset(folder / "out")
 
 
-def _stream(dataset: Dataset, seed: int, epochs: int) -> list[int]:
-    """The stream, put together the slow way."""
-    count = len(dataset.train)
-    tokens: list[int] = []
-    for epoch in range(epochs):
-        for document in Permutation(count, seed, epoch, 0)(np.arange(count)).tolist():
-            tokens += [BOS, *dataset.train[document].tolist()]
-    return tokens
+def _packed_slowly(dataset: Dataset, length: int, seed: int, epoch: int) -> tuple[list[list[int]], list[list[int]]]:
+    """The sequences of an epoch by the words of the paper, one document at a time: whole ones, and filled up ones."""
+    split = dataset.train
+    documents = [[BOS, *split[number].tolist()] for number in range(len(split))]
+    whole = [
+        document[start : start + length + 1]
+        for document in documents
+        for start in range(0, len(document) - length, length)
+    ]
+    order = Permutation(len(split), seed, epoch, 0)(np.arange(len(split))).tolist()
+    pieces = []
+    for place, number in enumerate(order):
+        rest = (len(documents[number]) - 1) % length
+        pieces += [(place // BLOCK, [BOS, *documents[number][-rest:]])] if rest else []
+    filled = []
+    place = 0
+    while place < len(pieces):
+        block, row, others = pieces[place][0], [], 0
+        begun = place
+        while len(row) < length + 1 and others < len(pieces):
+            row += pieces[(begun + others) % len(pieces)][1]
+            others += 1
+        # A new sequence begins with the first document that is not in this one; every block of documents by itself.
+        while place < len(pieces) and pieces[place][0] == block and place < begun + others:
+            place += 1
+        filled.append((row + [BOS] * length)[: length + 1])
+    return whole, filled
 
 
 def _batches(dataset: Dataset, length: int, size: int = 4, seed: int = 0) -> Batches:
     return Batches(dataset.train, BOS, sequence_length=length, batch_size=size, seed=seed)
 
 
-@given(length=st.integers(1, 254), seed=st.integers(0, 10**9), starts=st.lists(st.integers(0, 2000), min_size=1))
-def test_stretches_are_cut_from_the_stream(tiny: Dataset, length: int, seed: int, starts: list[int]) -> None:
-    expected = _stream(tiny, seed, 10)
-    rows = PackedStream(tiny.train, BOS, length, seed).stretch(np.array(starts))
-    assert rows.tolist() == [expected[start : start + length + 1] for start in starts]
+def _epochs(packed: PackedSequences, count: int) -> list[list[tuple[int, ...]]]:
+    edges = np.cumsum([0, *(packed.epoch_sequences(number) for number in range(count))]).tolist()
+    return [list(map(tuple, packed.sequences(np.arange(*edge)).tolist())) for edge in pairwise(edges)]
+
+
+@given(length=st.integers(1, 254), seed=st.integers(0, 10**9))
+def test_sequences_are_filled_up_as_the_paper_says(tiny: Dataset, length: int, seed: int) -> None:
+    packed = PackedSequences(tiny.train, BOS, length, seed)
+    for epoch, found in enumerate(_epochs(packed, 3)):
+        whole, filled = _packed_slowly(tiny, length, seed, epoch)
+        assert Counter(found) == Counter(map(tuple, whole + filled))
 
 
 @pytest.mark.parametrize("length", [1, 7, 64, 1000])
-def test_stretches_of_many_documents(dataset: Dataset, length: int) -> None:
-    """More documents than one bucket holds, and documents in many shards."""
-    expected = _stream(dataset, 3, 2)
-    starts = np.arange(0, len(expected) - length - 1, max(len(expected) // 50, 1))
-    rows = PackedStream(dataset.train, BOS, length, 3).stretch(starts)
-    assert rows.tolist() == [expected[start : start + length + 1] for start in starts.tolist()]
+@pytest.mark.parametrize("block", [1, 8, 256])
+def test_blocks_of_documents(dataset: Dataset, length: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More documents than one block holds, documents in many shards, and more blocks than are counted at once."""
+    monkeypatch.setattr("mesanet.data.packing.BLOCK", block)
+    monkeypatch.setattr("tests.data.test_packing.BLOCK", block)
+    monkeypatch.setattr("mesanet.data.packing.CHUNK", 3 * block)
+    for epoch, found in enumerate(_epochs(PackedSequences(dataset.train, BOS, length, 3), 2)):
+        whole, filled = _packed_slowly(dataset, length, 3, epoch)
+        assert Counter(found) == Counter(map(tuple, whole + filled))
 
 
-@pytest.mark.parametrize("length", [1, 3, 10, 100, 254])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_every_token_comes_once_an_epoch(tiny: Dataset, length: int, seed: int) -> None:
-    """The sequences that start in the first epochs are those of the stream, each once, in another order."""
-    expected = _stream(tiny, seed, 4)
-    epoch = len(expected) // 4
-    edges = [-(-edge * epoch // length) for edge in range(4)]
-    stream = PackedStream(tiny.train, BOS, length, seed)
-    for first, end in pairwise(edges):
-        rows = stream.sequences(np.arange(first, end))
-        cut = [expected[i * length : (i + 1) * length + 1] for i in range(first, end)]
-        assert Counter(map(tuple, rows.tolist())) == Counter(map(tuple, cut))
-    inputs = stream.sequences(np.arange(edges[3]))[:, :-1]
-    documents = Counter(token for i in range(len(tiny.train)) for token in tiny.train[i].tolist())
-    # Three epochs, but for the sequence that began in the third and went on in the fourth.
-    extra = Counter(inputs.ravel().tolist()) - Counter({t: 3 * n for t, n in documents.items()} | {BOS: 30})
-    assert extra.total() == edges[3] * length - 3 * epoch < length
+def test_a_sequence_begins_with_a_document_or_inside_a_long_one(dataset: Dataset) -> None:
+    length = 40
+    split = dataset.train
+    inner = {
+        tuple(split[number][start - 1 : start + length].tolist())
+        for number in range(len(split))
+        for start in range(length, len(split[number]) - length + 1, length)
+    }
+    rows = PackedSequences(split, BOS, length, 0).sequences(np.arange(400)).tolist()
+    begun = [row for row in rows if row[0] == BOS]
+    assert len(begun) > 100
+    assert all(tuple(row) in inner for row in rows if row[0] != BOS)
+
+
+@pytest.mark.parametrize("length", [5, 40])
+def test_little_is_dropped_and_never_the_same(dataset: Dataset, length: int) -> None:
+    """What is cut off in one epoch comes in another, as the order is another."""
+    split = dataset.train
+    offered = Counter(token for number in range(len(split)) for token in split[number].tolist()).total()
+    packed = PackedSequences(split, BOS, length, 0)
+    for epoch in _epochs(packed, 2):
+        inputs = sum(1 for row in epoch for token in row[1:] if token != BOS)
+        assert 0.6 * offered < inputs <= 1.05 * offered
+    first, second = _epochs(packed, 2)
+    assert len(set(first) & set(second)) < len(first)
+
+
+def test_sequences_that_follow_each_other_are_of_different_documents(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "data.jsonl", ["".join(chr(65 + i % 26) * 10 for i in range(1000))])
+    prepare(config(source, out=tmp_path / "out", validation_fraction=0.0), quiet=True)
+    packed = PackedSequences(open_dataset(tmp_path / "out").train, BOS, 10, 0)
+    letters = packed.sequences(np.arange(1000))[:, 5]
+    assert np.mean(np.diff(letters) % 26 == 1) < 0.1
 
 
 def test_a_batch_is_a_function_of_seed_and_step(dataset: Dataset, prepared: Path) -> None:
@@ -128,20 +172,12 @@ def test_targets_are_the_next_tokens_and_never_bos(dataset: Dataset) -> None:
     assert seen > 0
 
 
-def test_parts_of_a_long_document_end_up_far_apart(tmp_path: Path) -> None:
-    """Sequences that follow each other in the stream are not neighbours in training."""
-    source = write_lines(tmp_path / "data.jsonl", ["".join(chr(65 + i % 26) * 10 for i in range(1000))])
-    prepare(config(source, out=tmp_path / "out", validation_fraction=0.0), quiet=True)
-    numbers = PackedStream(open_dataset(tmp_path / "out").train, BOS, 10, 0)._shuffled(np.arange(1000))
-    assert np.mean(np.abs(np.diff(numbers)) == 1) < 0.02
-
-
 @pytest.mark.parametrize("length", [255, 10_000])
 def test_a_sequence_longer_than_the_corpus_is_refused(tiny: Dataset, length: int) -> None:
     """45 letters, 200 digits and 10 BOS: a sequence of 254 and its last target just fit."""
-    PackedStream(tiny.train, BOS, 254, 0)
+    _batches(tiny, 254)
     with pytest.raises(UserError, match=rf"sequence_length {length} is longer than the train split .* 255 tokens"):
-        PackedStream(tiny.train, BOS, length, 0)
+        _batches(tiny, length)
 
 
 def test_an_empty_split_is_refused(tiny: Dataset) -> None:
@@ -156,34 +192,23 @@ def test_processes_have_to_share_evenly(dataset: Dataset) -> None:
 
 @pytest.mark.parametrize("length", [1, 5, 17, 254, 255, 4096])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_validation_sees_every_token_once(tiny: Dataset, length: int, batch_size: int) -> None:
+def test_validation_is_packed_by_the_same_recipe(tiny: Dataset, length: int, batch_size: int) -> None:
     batches = list(packed_windows(tiny.train, BOS, sequence_length=length, batch_size=batch_size, seed=2))
     assert all(batch.tokens.shape[1] == length for batch in batches)
-    targets = np.concatenate([batch.targets.ravel() for batch in batches])
-    expected = [token for token in _stream(tiny, 2, 1) if token != BOS]
-    assert targets[targets != IGNORED].tolist() == expected
+    targets, tokens = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("targets", "tokens"))
+    whole, filled = _packed_slowly(tiny, length, 2, 0)
+    rows = np.concatenate([tokens, np.where(targets == IGNORED, BOS, targets)[:, -1:]], axis=1)
+    assert Counter(map(tuple, rows.tolist())) == Counter(map(tuple, whole + filled))
 
 
-@pytest.mark.parametrize("length", [1, 7, 50, 1000])
-def test_windows_of_documents(tiny: Dataset, length: int) -> None:
-    found: dict[int, list[int]] = {}
-    for window in document_windows(tiny.train, BOS, length=length):
-        targets = found.setdefault(window.document, [])
-        assert window.start == len(targets)
-        assert window.tokens.tolist() == [targets[-1] if targets else BOS, *window.targets[:-1].tolist()]
-        assert 0 < len(window.targets) <= length
-        targets += window.targets.tolist()
-    assert [found[i] for i in range(len(tiny.train))] == [tiny.train[i].tolist() for i in range(len(tiny.train))]
-
-
-def test_windows_of_long_documents_only(tiny: Dataset) -> None:
-    assert {window.document for window in document_windows(tiny.train, BOS, length=64, at_least=100)} == {9}
-    chosen = document_windows(tiny.train, BOS, length=64, documents=np.array([4, 2]))
-    assert [window.document for window in chosen] == [4, 2]
+def test_text_shorter_than_a_sequence_is_validated_whole(tiny: Dataset) -> None:
+    """Nothing stands twice in a sequence: what is missing is BOS, without loss."""
+    (batch,) = packed_windows(tiny.train, BOS, sequence_length=4096, batch_size=8)
+    found = Counter(batch.targets[batch.targets != IGNORED].tolist())
+    assert found == Counter(token for number in range(10) for token in tiny.train[number].tolist())
 
 
 def test_batches_from_a_config(dataset: Dataset, prepared: Path) -> None:
     settings = DataConfig(path=prepared, sequence_length=16, batch_size=2, seed=9)
     made = make_batches(dataset, settings)
     assert np.array_equal(made.batch(3).tokens, _batches(dataset, 16, size=2, seed=9).batch(3).tokens)
-    assert made.epochs(10) == pytest.approx(320 / (dataset.train.tokens + len(dataset.train)))

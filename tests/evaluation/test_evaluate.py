@@ -12,10 +12,11 @@ import torch
 
 from mesanet.config.evaluation import EvaluationConfig, SolverOverride
 from mesanet.config.model import ModelConfig
+from mesanet.data.packing import PackedSequences
 from mesanet.errors import UserError
 from mesanet.evaluation import evaluate
 from mesanet.evaluation.documents import EvaluationData
-from mesanet.evaluation.windows import plan_windows
+from mesanet.evaluation.windows import EndToEnd, plan_windows
 from mesanet.model.backbone import LanguageModel
 from mesanet.report.positions import by_position, difference, mean_so_far, positions_of
 
@@ -181,3 +182,30 @@ def test_progress_reaches_the_total() -> None:
     evaluate(toy(("gla",)), toy_data(), config(piece=8), tell=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (sum(SIZES), sum(SIZES))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+@pytest.mark.parametrize("mixer", ["mesa", "attention"])
+@pytest.mark.parametrize(("length", "piece"), [(8, 64), (24, 5)])
+def test_packed_windows_are_those_of_training(mixer: str, length: int, piece: int) -> None:
+    """Each window in one pass of the model, with no loss on BOS; positions count from its start."""
+    model, data = toy((mixer,)), toy_data()
+    record = evaluate(model, data, config(length=length, packed=True, piece=piece))
+    packed = PackedSequences(EndToEnd(data.documents), BOS, length, 0)
+    rows = torch.from_numpy(packed.sequences(np.arange(packed.epoch_sequences())))
+    with torch.no_grad():
+        logits, _ = model(rows[:, :-1])
+    nll = -logits.log_softmax(-1).gather(-1, rows[:, 1:, None])[..., 0]
+    counted = rows[:, 1:] != BOS
+    assert not counted.all()
+    positions = positions_of(record)
+    np.testing.assert_array_equal(positions.counts, counted.sum(0))
+    np.testing.assert_allclose(positions.sums, (nll * counted).sum(0), rtol=1e-6)
+    assert record["summary"]["nll"] == pytest.approx(float(nll[counted].mean()), rel=1e-6)
+    assert record["data"]["documents"] is None
+    few = evaluate(model, data, config(length=length, packed=True, max_tokens=2 * length + 1))
+    assert few["summary"]["windows"] == 2
+
+
+def test_packing_takes_every_document() -> None:
+    with pytest.raises(ValueError, match="packed: takes documents of every length"):
+        config(packed=True, whole=True)

@@ -46,10 +46,13 @@ class Options:
     """Leave out documents of fewer tokens."""
     whole: bool = False
     """Leave out what remains of a document after its last whole window."""
+    packed: bool = False
+    """Fill up what is shorter than a window with further documents, BOS between them, as in training and as the paper
+    evaluates; positions then count from the start of the window. Without it each document is read by itself."""
     max_tokens: int | None = None
     """Stop at this many tokens, taken from documents in a seeded order; None for all."""
     seed: int = 0
-    """The order of documents where max-tokens is given."""
+    """The order of documents where max-tokens is given, and that of packing."""
     solver: SolverOptions = field(default_factory=SolverOptions)
     """How the mesa layers solve."""
     relative_to: Path | None = None
@@ -83,6 +86,7 @@ def run(arguments: list[str]) -> None:
             length=length,
             at_least=options.at_least,
             whole=options.whole,
+            packed=options.packed,
             max_tokens=options.max_tokens,
             seed=options.seed,
             piece=options.piece,

@@ -52,10 +52,14 @@ class EvaluationConfig:
     """Leave out documents of fewer tokens."""
     whole: bool = False
     """Leave out what remains of a document after its last whole window."""
+    packed: bool = False
+    """Fill up what is shorter than a window with further documents in a seeded order, BOS between them, as in training
+    and as the paper evaluates; positions then count from the start of the window. Without it each document is read by
+    itself."""
     max_tokens: int | None = None
     """Stop at this many tokens, taken from documents in a seeded order; None for all."""
     seed: int = 0
-    """The order of documents where max_tokens is given."""
+    """The order of documents where max_tokens is given, and that of packing."""
     piece: int = 2048
     """Tokens that are computed at once: windows that are longer are fed in pieces through the cache."""
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -71,5 +75,7 @@ class EvaluationConfig:
             check_in_range("max_tokens", self.max_tokens, 1)
         if self.separator is not None:
             check_not_empty("separator", self.separator)
+        if self.packed and (self.whole or self.at_least):
+            raise ConfigError("packed", "takes documents of every length: leave out whole and at_least")
         if self.data == Path():
             raise ConfigError("data", "must name prepared data or a text file, got an empty path")

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from mesanet.data.packing import IGNORED as IGNORED
     from mesanet.data.packing import Batch as Batch
     from mesanet.data.packing import Batches as Batches
-    from mesanet.data.packing import PackedStream as PackedStream
-    from mesanet.data.packing import Window as Window
-    from mesanet.data.packing import document_windows as document_windows
+    from mesanet.data.packing import PackedSequences as PackedSequences
     from mesanet.data.packing import packed_windows as packed_windows
     from mesanet.data.preparation import prepare as prepare
     from mesanet.data.tokenizer import Tokenizer as Tokenizer
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 _NAMES = {
     "dataset": ("DamagedShardError", "Dataset", "Split", "open_dataset"),
     "loader": ("Loader", "TensorBatch", "make_batches"),
-    "packing": ("IGNORED", "Batch", "Batches", "PackedStream", "Window", "document_windows", "packed_windows"),
+    "packing": ("IGNORED", "Batch", "Batches", "PackedSequences", "packed_windows"),
     "preparation": ("prepare",),
     "tokenizer": ("Tokenizer", "load_tokenizer"),
     "tokenizer_training": ("train_tokenizer",),

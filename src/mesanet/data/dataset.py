@@ -56,11 +56,6 @@ class Split:
         starts = np.where(documents > 0, ends[np.maximum(documents - 1, 0)], 0)
         return np.stack([starts, ends[documents]]).astype(np.int64)
 
-    def hashes(self) -> NDArray[np.uint64]:
-        """Return the hash of each document's text."""
-        hashes: NDArray[np.uint64] = self._table[1]
-        return hashes
-
     def slice(self, start: int, end: int) -> NDArray[Any]:
         """Return the tokens from `start` to `end`, counted over all shards; they must lie in one shard."""
         shard = int(np.searchsorted(self._shard_ends, start, side="right"))

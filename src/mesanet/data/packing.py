@@ -1,15 +1,18 @@
-"""Sequences of the training length out of documents, so that the batch of a step depends on (data, seed, step) alone.
+"""Sequences of the training length out of documents, as in the paper's appendix on data.
 
-The documents of an epoch, in a seeded order and each behind a BOS, form one long stream; epoch follows epoch without
-a gap. Sequence i covers the stream's tokens from i*T on, and the next one as its last target. The sequences that
-start in one epoch are visited in a seeded order of their own, so that the parts of a long document end up in
-different batches. Every token is an input once an epoch. There is no loss on BOS.
+A document that is longer than the training length T gives as many whole sequences as it has T tokens. What is left of
+it, or a document that is shorter, is filled up with others in a seeded order, each behind a BOS, until the sequence is
+full; what the last one has too much is dropped for this epoch. The next sequence begins with the next document. So a
+sequence begins in mid-document only where a long document makes it.
+
+All sequences of an epoch are visited in a seeded order. The batch of a step depends on (data, seed, step) alone, and
+any of them can be asked for by itself. There is no loss on BOS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +26,13 @@ IGNORED = -100
 
 Integers = NDArray[np.int64]
 
-# The stream's order is never stored. Where every so many-th document begins is, and the ones between are found again.
-BUCKET = 64
-CHUNK = BUCKET << 13
+# Orders are never stored. What is known of every so many documents is how many sequences they give; the documents of
+# one block are packed by themselves, so that the sequences of a block can be found again from its documents alone.
+BLOCK = 256
+CHUNK = BLOCK << 11
+
+# These tell the orders of an epoch from each other; any two numbers would do, but others would give another order.
+DOCUMENTS, SEQUENCES = 0, 13
 
 
 class Batch(NamedTuple):
@@ -37,152 +44,192 @@ class Batch(NamedTuple):
     """The token after each input, or IGNORED where that is BOS [B, T]."""
 
 
-class Window(NamedTuple):
-    """A stretch of one document, for evaluation."""
+class Documents(Protocol):
+    """Documents that lie end to end."""
 
-    document: int
-    """Number of the document in its split."""
-    start: int
-    """Position of the first input in the document; BOS has position 0."""
-    tokens: Integers
-    """Inputs, at most as many as asked for [T]."""
-    targets: Integers
-    """The token after each input [T]."""
+    def __len__(self) -> int: ...
+
+    def bounds(self, documents: Integers) -> Integers:
+        """Where documents start and end [2, ...]."""
+        ...
+
+    def slice(self, start: int, end: int) -> NDArray[Any]:
+        """The tokens in between, all of one document."""
+        ...
 
 
-class PackedStream:
-    """The endless stream of a split's documents, and any sequence of it."""
+class PackedSequences:
+    """The endless row of a corpus's sequences, epoch after epoch."""
 
-    def __init__(self, split: Split, bos: int, sequence_length: int, seed: int) -> None:
-        self.epoch_tokens = split.tokens + len(split)
-        """Tokens of an epoch, each document's BOS included."""
-        if len(split) == 0:
-            raise UserError(
-                f"the {split.name} split of {split.folder} is empty; prepare with another validation fraction"
-            )
-        if self.epoch_tokens <= sequence_length:
-            raise UserError(
-                f"sequence_length {sequence_length} is longer than the {split.name} split of {split.folder}, which has "
-                f"{self.epoch_tokens} tokens with BOS; prepare more data or take shorter sequences"
-            )
+    def __init__(self, documents: Documents, bos: int, sequence_length: int, seed: int) -> None:
         self.sequence_length = sequence_length
-        self._split, self._bos, self._seed = split, bos, seed
+        self._documents, self._bos, self._seed = documents, bos, seed
+        self._whole = _WholeSequences(documents, sequence_length)
         self._epochs: dict[int, _Epoch] = {}
-        # Enough documents, nearly always, to fill a sequence that starts anywhere in a bucket.
-        mean = self.epoch_tokens / len(split)
-        self._window = BUCKET + min(2 * int(sequence_length / mean) + 8, 1 << 12)
+        self._firsts = [0]
 
-    def stretch(self, starts: Integers) -> Integers:
-        """Return the T+1 tokens of the stream from each of `starts` on [R, T+1]."""
-        rows = np.empty((len(starts), self.sequence_length + 1), dtype=np.int64)
-        epochs = starts // self.epoch_tokens
-        for number in np.unique(epochs).tolist():
-            chosen = np.flatnonzero(epochs == number)
-            offsets = starts[chosen] - number * self.epoch_tokens
-            places, begins, bounds = self._epoch(number).window(offsets, self._window)
-            for i, row in enumerate(chosen.tolist()):
-                found = zip(begins[i].tolist(), bounds[0, i].tolist(), bounds[1, i].tolist(), strict=True)
-                filled = self._fill(rows[row], 0, int(offsets[i]), found)
-                self._fill_on(rows[row], filled, number, int(places[i]) + begins.shape[1])
-        return rows
+    def epoch_sequences(self, number: int = 0) -> int:
+        """How many sequences an epoch has; that depends a little on its order."""
+        return self._first(number + 1) - self._first(number)
 
     def sequences(self, numbers: Integers) -> Integers:
-        """Return the T+1 tokens of each of the numbered sequences of training [R, T+1]."""
-        return self.stretch(self._shuffled(numbers) * self.sequence_length)
-
-    def _shuffled(self, numbers: Integers) -> Integers:
-        """Permute the numbers of sequences within the epoch that they start in."""
-        epochs = numbers * self.sequence_length // self.epoch_tokens
-        shuffled = np.empty_like(numbers)
+        """Return the T+1 tokens of each of the numbered sequences [R, T+1]."""
+        rows = np.full((len(numbers), self.sequence_length + 1), self._bos, dtype=np.int64)
+        while self._firsts[-1] <= numbers.max(initial=0):
+            self._first(len(self._firsts))
+        epochs = np.searchsorted(self._firsts, numbers, side="right") - 1
         for number in np.unique(epochs).tolist():
-            first, end = (-(-edge * self.epoch_tokens // self.sequence_length) for edge in (number, number + 1))
-            chosen = epochs == number
-            shuffled[chosen] = first + Permutation(end - first, self._seed, number, 1)(numbers[chosen] - first)
-        return shuffled
+            chosen, epoch = np.flatnonzero(epochs == number), self._epoch(number)
+            found = epoch.shuffled(numbers[chosen] - self._firsts[number])
+            whole = found < self._whole.count
+            self._whole.fill(rows, chosen[whole], found[whole], self._bos)
+            epoch.fill(rows, chosen[~whole], found[~whole] - self._whole.count, self._bos)
+        return rows
+
+    def _first(self, number: int) -> int:
+        """The number of an epoch's first sequence."""
+        while len(self._firsts) <= number:
+            last = len(self._firsts) - 1
+            self._firsts.append(self._firsts[last] + self._epoch(last).count)
+        return self._firsts[number]
 
     def _epoch(self, number: int) -> _Epoch:
         if number not in self._epochs:
             # A batch lies in two epochs at most, and then they are neighbours, unless the corpus is tiny.
             self._epochs = {key: epoch for key, epoch in self._epochs.items() if abs(key - number) <= 1}
-            self._epochs[number] = _Epoch(self._split, self._seed, number)
+            self._epochs[number] = _Epoch(self._documents, self.sequence_length, self._whole.count, self._seed, number)
         return self._epochs[number]
 
-    def _fill(self, row: Integers, filled: int, offset: int, documents: Any) -> int:
-        """Copy what the documents, given as (where it begins, start, end), hold from `offset` on; return how far."""
-        for begin, start, end in documents:
-            inside = offset - begin
-            if inside > end - start:
-                continue
-            if inside == 0:
-                row[filled] = self._bos
-                filled, offset, inside = filled + 1, offset + 1, 1
-            count = min(end - start - inside + 1, len(row) - filled)
-            first = start + inside - 1
-            row[filled : filled + count] = self._split.slice(first, first + count) if count else ()
-            filled, offset = filled + count, offset + count
-            if filled == len(row):
-                break
-        return filled
 
-    def _fill_on(self, row: Integers, filled: int, number: int, place: int) -> None:
-        """Fill the rest of a row with the documents from `place` on, through the epochs that follow."""
-        while filled < len(row):
-            if place >= len(self._split):
-                number, place = number + 1, 0
-            places = np.arange(place, min(place + BUCKET, len(self._split)))
-            begins, bounds = self._epoch(number).documents(places)
-            found = zip(begins.tolist(), *bounds.tolist(), strict=True)
-            filled = self._fill(row, filled, 0, found)
-            place += len(places)
+class _WholeSequences:
+    """The sequences that documents fill by themselves, in the order of the documents."""
+
+    def __init__(self, documents: Documents, length: int) -> None:
+        self._documents, self._length = documents, length
+        sums = [np.zeros(1, np.int64)]
+        for start in range(0, len(documents), CHUNK):
+            counts = self._counts(np.arange(start, min(start + CHUNK, len(documents))))
+            sums.append(np.add.reduceat(counts, np.arange(0, len(counts), BLOCK)))
+        self._ends = np.cumsum(np.concatenate(sums))
+        self.count = int(self._ends[-1])
+
+    def fill(self, rows: Integers, places: Integers, numbers: Integers, bos: int) -> None:
+        """Write the numbered ones into the rows at `places`."""
+        for place, number in zip(places.tolist(), numbers.tolist(), strict=True):
+            block = int(np.searchsorted(self._ends, number, side="right")) - 1
+            documents = np.arange(block * BLOCK, min((block + 1) * BLOCK, len(self._documents)))
+            ends = self._ends[block] + np.cumsum(self._counts(documents))
+            inside = int(np.searchsorted(ends, number, side="right"))
+            before = int(ends[inside - 1]) if inside else int(self._ends[block])
+            begin = int(self._documents.bounds(documents[inside : inside + 1])[0, 0])
+            # Input 0 of a document is its BOS, input i the token in front of token i.
+            start = begin + (number - before) * self._length
+            if start == begin:
+                rows[place, 0] = bos
+                rows[place, 1:] = self._documents.slice(start, start + self._length)
+            else:
+                rows[place] = self._documents.slice(start - 1, start + self._length)
+
+    def _counts(self, documents: Integers) -> Integers:
+        start, end = self._documents.bounds(documents)
+        counts: Integers = (end - start) // self._length
+        return counts
 
 
 class _Epoch:
-    """The order of the documents in one epoch."""
+    """One epoch's order, and the sequences into which it packs what is too short to be one."""
 
-    def __init__(self, split: Split, seed: int, number: int) -> None:
-        self._split = split
-        self._order = Permutation(len(split), seed, number, 0)
-        sums = []
-        for start in range(0, len(split), CHUNK):
-            places = np.arange(start, min(start + CHUNK, len(split)))
-            sums.append(np.add.reduceat(self._sizes(self._bounds(places)), np.arange(0, len(places), BUCKET)))
-        self._begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(sums))])
+    def __init__(self, documents: Documents, length: int, whole: int, seed: int, number: int) -> None:
+        self._documents, self._length = documents, length
+        self._order = Permutation(len(documents), seed, number, DOCUMENTS)
+        counts = [np.zeros(1, np.int64)]
+        for start in range(0, len(documents), CHUNK):
+            places = np.arange(start, min(start + CHUNK, len(documents)))
+            counts.append(_count_sequences(self._pieces(places)[0], length + 1))
+        self._ends = np.cumsum(np.concatenate(counts))
+        self.count = whole + int(self._ends[-1])
+        self.shuffled = Permutation(self.count, seed, number, SEQUENCES)
 
-    def documents(self, places: Integers) -> tuple[Integers, Integers]:
-        """Return the bounds of the documents at `places` that follow each other, and where each begins after them."""
-        bounds = self._bounds(places)
-        sizes = self._sizes(bounds)
-        return np.cumsum(sizes) - sizes, bounds
+    def fill(self, rows: Integers, places: Integers, numbers: Integers, bos: int) -> None:
+        """Write the numbered ones of the packed sequences into the rows at `places`."""
+        blocks = np.searchsorted(self._ends, numbers, side="right") - 1
+        inside = numbers - self._ends[blocks]
+        firsts = blocks[:, None] * BLOCK + np.arange(BLOCK)
+        sizes, ends = self._pieces(firsts)
+        for i, place in enumerate(places.tolist()):
+            bounds = np.cumsum(sizes[i])
+            begin = 0
+            for _ in range(int(inside[i])):
+                begin = int(bounds[np.searchsorted(bounds, begin + self._length + 1)])
+            first = int(np.searchsorted(bounds, begin, side="right"))
+            row = rows[place]
+            filled = self._copy(row, 0, sizes[i, first:], ends[i, first:], bos)
+            self._fill_on(row, filled, int(blocks[i]), first, bos)
 
-    def window(self, offsets: Integers, count: int) -> tuple[Integers, Integers, Integers]:
-        """For each offset in the epoch's stream, return the documents around it that come first in their bucket.
+    def _fill_on(self, row: Integers, filled: int, block: int, first: int, bos: int) -> None:
+        """Go on with the blocks that follow, the last one by the first, until the row is full or all have been in it.
 
-        Gives the place of the first [R], where the documents begin in the stream [R, count], and their bounds
-        [2, R, count]. Beyond the last document come empty ones, which begin in front of everything.
+        What is left then, where there is so little text, stays BOS.
         """
-        buckets = np.searchsorted(self._begins, offsets, side="right") - 1
-        first = buckets * BUCKET
-        places = first[:, None] + np.arange(min(count, len(self._split)))
-        inside = places < len(self._split)
-        bounds = self._bounds(np.minimum(places, len(self._split) - 1))
-        sizes = self._sizes(bounds)
-        begins = self._begins[buckets][:, None] + np.cumsum(sizes, axis=1) - sizes
-        return first, np.where(inside, begins, -1), np.where(inside, bounds, 0)
+        count = -(-len(self._documents) // BLOCK)
+        for step in range(1, count + 1):
+            if filled == len(row):
+                return
+            stop = BLOCK if step < count else first
+            sizes, ends = self._pieces((block + step) % count * BLOCK + np.arange(stop))
+            filled = self._copy(row, filled, sizes, ends, bos)
 
-    def _bounds(self, places: Integers) -> Integers:
-        return self._split.bounds(self._order(places))
+    def _copy(self, row: Integers, filled: int, sizes: Integers, ends: Integers, bos: int) -> int:
+        """Copy pieces, given by their sizes with BOS and by where they end, behind what there is; return how far."""
+        for size, end in zip(sizes.tolist(), ends.tolist(), strict=True):
+            if filled == len(row):
+                break
+            if size == 0:
+                continue
+            row[filled] = bos
+            count = min(size, len(row) - filled) - 1
+            if count:
+                row[filled + 1 : filled + 1 + count] = self._documents.slice(end - size + 1, end - size + 1 + count)
+            filled += 1 + count
+        return filled
 
-    @staticmethod
-    def _sizes(bounds: Integers) -> Integers:
-        sizes: Integers = bounds[1] - bounds[0] + 1
-        return sizes
+    def _pieces(self, places: Integers) -> tuple[Integers, Integers]:
+        """What whole sequences leave of the documents at `places` of the order: tokens with BOS, and where they end.
+
+        Nothing has no tokens, not even BOS; and there is nothing beyond the last document.
+        """
+        last = len(self._documents) - 1
+        start, end = self._documents.bounds(self._order(np.minimum(places, last)))
+        rest = np.where(places <= last, (end - start) % self._length, 0)
+        return np.where(rest > 0, rest + 1, 0), end
+
+
+def _count_sequences(sizes: Integers, tokens: int) -> Integers:
+    """How many sequences of so many tokens the pieces of each block begin: each with the first that is not used."""
+    blocks = -(-len(sizes) // BLOCK)
+    ends = np.cumsum(np.concatenate([sizes, np.zeros(blocks * BLOCK - len(sizes), np.int64)]))
+    limits = ends.reshape(blocks, BLOCK)[:, -1]
+    begins = np.concatenate([[0], limits[:-1]])
+    counts = np.zeros(blocks, dtype=np.int64)
+    while (going := np.flatnonzero(begins < limits)).size:
+        counts[going] += 1
+        behind = np.searchsorted(ends, begins[going] + tokens)
+        begins[going] = np.minimum(ends[np.minimum(behind, len(ends) - 1)], limits[going])
+    return counts
 
 
 class Batches:
     """The batches of training: the same for every model, every number of processes and after every resume."""
 
     def __init__(self, split: Split, bos: int, *, sequence_length: int, batch_size: int, seed: int) -> None:
-        self._stream = PackedStream(split, bos, sequence_length, seed)
+        _check_not_empty(split)
+        epoch_tokens = split.tokens + len(split)
+        if epoch_tokens <= sequence_length:
+            raise UserError(
+                f"sequence_length {sequence_length} is longer than the {split.name} split of {split.folder}, which has "
+                f"{epoch_tokens} tokens with BOS; prepare more data or take shorter sequences"
+            )
+        self._sequences = PackedSequences(split, bos, sequence_length, seed)
         self._bos = bos
         self.batch_size = batch_size
         self.sequence_length = sequence_length
@@ -193,47 +240,24 @@ class Batches:
             raise UserError(f"batch_size {self.batch_size} can't be shared evenly by {world_size} processes")
         rows = self.batch_size // world_size
         first = step * self.batch_size + rank * rows
-        return as_batch(self._stream.sequences(np.arange(first, first + rows)), self._bos)
-
-    def epochs(self, steps: int) -> float:
-        """Return how often `steps` steps go through the data."""
-        return steps * self.batch_size * self.sequence_length / self._stream.epoch_tokens
+        return as_batch(self._sequences.sequences(np.arange(first, first + rows)), self._bos)
 
 
-def as_batch(stretch: Integers, bos: int) -> Batch:
+def as_batch(sequences: Integers, bos: int) -> Batch:
     """Split T+1 tokens into T inputs and T targets without loss on BOS."""
-    targets = stretch[:, 1:]
-    return Batch(np.ascontiguousarray(stretch[:, :-1]), np.where(targets == bos, IGNORED, targets))
+    targets = sequences[:, 1:]
+    return Batch(np.ascontiguousarray(sequences[:, :-1]), np.where(targets == bos, IGNORED, targets))
 
 
 def packed_windows(split: Split, bos: int, *, sequence_length: int, batch_size: int, seed: int = 0) -> Iterator[Batch]:
-    """Go once through a split packed as in training, for validation: every token is a target once, BOS never.
-
-    The last sequence is filled up with BOS, without loss; the last batch may have fewer rows.
-    """
-    stream = PackedStream(split, bos, min(sequence_length, split.tokens + len(split) - 1), seed)
-    count = -(-(stream.epoch_tokens - 1) // sequence_length)
+    """Go once through a split packed as in training, for validation; the last batch may have fewer rows."""
+    _check_not_empty(split)
+    packed = PackedSequences(split, bos, sequence_length, seed)
+    count = packed.epoch_sequences()
     for first in range(0, count, batch_size):
-        numbers = np.arange(first, min(first + batch_size, count))
-        rows = stream.stretch(numbers * sequence_length)
-        rows = np.pad(rows, ((0, 0), (0, sequence_length + 1 - rows.shape[1])), constant_values=bos)
-        beyond = numbers[:, None] * sequence_length + np.arange(sequence_length + 1) >= stream.epoch_tokens
-        yield as_batch(np.where(beyond, bos, rows), bos)
+        yield as_batch(packed.sequences(np.arange(first, min(first + batch_size, count))), bos)
 
 
-def document_windows(
-    split: Split, bos: int, *, length: int, at_least: int = 0, documents: Integers | None = None
-) -> Iterator[Window]:
-    """Go through a split's documents one by one, each behind a BOS, in windows of at most `length` tokens.
-
-    Each token of a document is a target once; a window goes on where the one before it ended, so that a state carried
-    along sees the whole document. Documents of fewer than `at_least` tokens are left out.
-    """
-    for document in range(len(split)) if documents is None else documents.tolist():
-        tokens = split[document]
-        if len(tokens) < at_least:
-            continue
-        for start in range(0, len(tokens), length):
-            targets = tokens[start : start + length].astype(np.int64)
-            before = bos if start == 0 else int(tokens[start - 1])
-            yield Window(document, start, np.concatenate([[before], targets[:-1]]), targets)
+def _check_not_empty(split: Split) -> None:
+    if len(split) == 0:
+        raise UserError(f"the {split.name} split of {split.folder} is empty; prepare with another validation fraction")

@@ -16,7 +16,7 @@ from mesanet.config.evaluation import EvaluationConfig, SolverOverride
 from mesanet.errors import UserError
 from mesanet.evaluation.documents import EvaluationData
 from mesanet.evaluation.solver import StepCounter, counting_steps, solver_override
-from mesanet.evaluation.windows import WindowBatch, batches, plan_windows
+from mesanet.evaluation.windows import WindowBatch, all_batches
 from mesanet.model.backbone import LanguageModel
 from mesanet.model.cache import Cache
 from mesanet.model.generate import evaluating
@@ -45,31 +45,30 @@ def evaluate(
             f"{config.data} has a vocabulary of {data.vocabulary}, but the model's is only {model.config.vocabulary}: "
             "evaluate it on data of its own tokenizer"
         )
-    windows = plan_windows(data, config)
-    total = int(windows.tokens.sum())
-    sums = PositionSums(int(windows.tokens.max()))
+    totals, windows = all_batches(data, config)
+    sums = PositionSums(totals.longest)
     started, done = time.perf_counter(), 0
 
     def count(tokens: int) -> None:
         nonlocal done
         done += tokens
         if tell is not None:
-            tell(done, total)
+            tell(done, totals.tokens)
 
     override = solver or SolverOverride()
     with solver_override(model, override) as settings, counting_steps(model) as counter:
-        for batch in batches(data, windows, config.piece):
+        for batch in windows:
             sums.add(batch, _windows_nll(model, batch, config, counter, count))
         steps = counter.record()
     seconds = time.perf_counter() - started
     return {
-        "data": {"name": data.name, "fingerprint": data.fingerprint, "documents": len(np.unique(windows.document))},
+        "data": {"name": data.name, "fingerprint": data.fingerprint, "documents": totals.documents},
         "settings": {**to_dict(config), "data": str(config.data)},
         "override": to_dict(override),
         "solver": settings,
         "steps": steps,
         "seconds": seconds,
-        "tokens_per_second": total / max(seconds, 1e-9),
+        "tokens_per_second": done / max(seconds, 1e-9),
         **sums.record(),
     }
 

@@ -130,13 +130,16 @@ def evaluation_key(
     """A hash of all that decides the result: the weights, the tokens, and the settings."""
     told_by_data = ("data", "split", "text_column", "separator")
     settings = {name: value for name, value in to_dict(config).items() if name not in told_by_data}
+    if not config.packed:
+        # Records that are older than this setting keep their key.
+        del settings["packed"]
     parts = [about["config_sha256"], about["weights_sha256"], data.fingerprint, settings, to_dict(solver)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def record_name(data: EvaluationData, config: EvaluationConfig, solver: SolverOverride, key: str) -> str:
     """A file name that people can read, made unique by the key."""
-    parts = [data.name, str(config.length)]
+    parts = [data.name, str(config.length), *(["packed"] if config.packed else [])]
     if solver.max_steps is not None:
         parts.append(f"steps{solver.max_steps}")
     if solver.tolerance is not None:

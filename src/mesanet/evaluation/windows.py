@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mesanet.config.evaluation import EvaluationConfig
+from mesanet.data.dataset import Split
+from mesanet.data.packing import IGNORED, PackedSequences, as_batch
 from mesanet.errors import UserError
 from mesanet.evaluation.documents import Documents, EvaluationData, lengths
 
-IGNORED = -100
 Integers = NDArray[np.int64]
 
 
@@ -31,6 +32,17 @@ class Windows(NamedTuple):
         return Windows(*(part[chosen] for part in self))
 
 
+class Totals(NamedTuple):
+    """How much there is to evaluate."""
+
+    tokens: int
+    """All of it, BOS included where windows are packed."""
+    longest: int
+    """Tokens of the longest window."""
+    documents: int | None
+    """Documents it comes from; None where windows are packed from any."""
+
+
 class WindowBatch(NamedTuple):
     """Some windows side by side, filled up at the right."""
 
@@ -40,6 +52,15 @@ class WindowBatch(NamedTuple):
     """Inputs [B, T]: BOS, or the token before the window, and then its own but for the last."""
     targets: Integers
     """The window's tokens [B, T], IGNORED where it has ended."""
+
+
+def all_batches(data: EvaluationData, config: EvaluationConfig) -> tuple[Totals, Iterator[WindowBatch]]:
+    """What there is to evaluate, and its batches of at most `config.piece` tokens, or of one window if it is longer."""
+    if config.packed:
+        return packed_batches(data, config)
+    windows = plan_windows(data, config)
+    totals = Totals(int(windows.tokens.sum()), int(windows.tokens.max()), len(np.unique(windows.document)))
+    return totals, batches(data, windows, config.piece)
 
 
 def plan_windows(data: EvaluationData, config: EvaluationConfig) -> Windows:
@@ -97,3 +118,43 @@ def stretch(documents: Documents, document: int, start: int, count: int) -> Inte
     """Tokens `start` to `start + count` of a document."""
     found: Integers = documents[document][start : start + count].astype(np.int64)
     return found
+
+
+def packed_batches(data: EvaluationData, config: EvaluationConfig) -> tuple[Totals, Iterator[WindowBatch]]:
+    """The sequences into which training would pack these documents, each a window that is numbered as a document."""
+    documents = data.documents if isinstance(data.documents, Split) else EndToEnd(data.documents)
+    packed = PackedSequences(documents, data.bos, config.length, config.seed)
+    count = packed.epoch_sequences()
+    if config.max_tokens is not None:
+        count = min(count, max(1, config.max_tokens // config.length))
+    rows = max(1, config.piece // config.length)
+
+    def give() -> Iterator[WindowBatch]:
+        for first in range(0, count, rows):
+            numbers = np.arange(first, min(first + rows, count))
+            tokens, targets = as_batch(packed.sequences(numbers), data.bos)
+            yield WindowBatch(Windows(numbers, np.zeros_like(numbers), (targets >= 0).sum(1)), tokens, targets)
+
+    return Totals(count * config.length, config.length, None), give()
+
+
+class EndToEnd:
+    """Documents as packing reads them."""
+
+    def __init__(self, documents: Documents) -> None:
+        found = [documents[number] for number in range(len(documents))]
+        self._tokens = np.concatenate(found)
+        self._ends = np.cumsum([len(tokens) for tokens in found], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def bounds(self, documents: Integers) -> Integers:
+        """Where documents start and end [2, ...]."""
+        starts = np.concatenate([[0], self._ends[:-1]])
+        return np.stack([starts[documents], self._ends[documents]])
+
+    def slice(self, start: int, end: int) -> NDArray[Any]:
+        """The tokens in between."""
+        found: NDArray[Any] = self._tokens[start:end]
+        return found
