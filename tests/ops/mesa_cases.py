@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mesanet.bench.heads import unit_vectors
-from mesanet.ops.mesa import MesaOutput
+from mesanet.ops.mesa import MesaOutput, mesa
 from mesanet.ops.solver import ConjugateGradient
 from mesanet.ops.state import MesaState
 
@@ -90,3 +90,60 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 def concatenated(parts: list[MesaOutput]) -> Tensor:
     return torch.cat([part.output for part in parts], dim=1)
+
+
+def from_nothing(inputs: Inputs) -> Inputs:
+    """The same tokens after an empty state."""
+    return inputs._replace(kk=torch.zeros_like(inputs.kk), kv=torch.zeros_like(inputs.kv))
+
+
+def equal_tokens(inputs: Inputs, scale: float = 1.0) -> Inputs:
+    """The first token again and again, its key times `scale`, written in full and never forgotten."""
+    return inputs._replace(
+        q=inputs.q[:, :1].expand_as(inputs.q),
+        k=scale * inputs.k[:, :1].expand_as(inputs.k),
+        v=inputs.v[:, :1].expand_as(inputs.v),
+        log_decay=torch.zeros_like(inputs.log_decay),
+        write=torch.ones_like(inputs.write),
+    )
+
+
+def token_by_token(inputs: Inputs, **options: Any) -> MesaOutput:
+    """The tokens one at a time with the state carried, as in decoding."""
+    state, parts = inputs.state, []
+    for token in range(inputs.q.shape[1]):
+        pieces = [tensor[:, token : token + 1] for tensor in inputs.sequences]
+        parts.append(mesa(*pieces, inputs.ridge, state, **options))
+        state = parts[-1].state
+    return MesaOutput(concatenated(parts), state, torch.cat([part.steps for part in parts], dim=1))
+
+
+def solved_queries(inputs: Inputs, solver: ConjugateGradient, *, one_by_one: bool = False) -> tuple[Tensor, Tensor]:
+    """x_t = (H_t + ridge)^-1 q_t [B, T, H, K] in float64 as the op finds it, and its steps.
+
+    With G = 1 at first and nothing but zeros written to it, the op reads out what is left of one times x_t.
+    """
+    size = inputs.q.shape[-1]
+    unit = torch.eye(size, dtype=inputs.kv.dtype).expand(inputs.kk.shape).clone()
+    probe = inputs._replace(v=torch.zeros_like(inputs.q), kv=unit)
+    with torch.no_grad():
+        got = token_by_token(probe, solver=solver) if one_by_one else mesa(*probe[:6], probe.state, solver=solver)
+    left = inputs.log_decay.double().cumsum(1).exp()
+    return got.output.double() / left.unsqueeze(-1), got.steps
+
+
+def residuals(inputs: Inputs, solved: Tensor) -> tuple[Tensor, Tensor]:
+    """||q - (H_t + ridge) x|| / ||q|| of every token [B, T, H] in float64, and how its system is conditioned.
+
+    The second is an upper bound, (||H_t|| + largest ridge) / smallest ridge.
+    """
+    exact = inputs.to(torch.float64)
+    kk, found, conditions = exact.kk, [], []
+    for token in range(exact.q.shape[1]):
+        k, x, q = exact.k[:, token], solved[:, token], exact.q[:, token]
+        gamma, write = exact.log_decay[:, token].exp(), exact.write[:, token]
+        kk = gamma[..., None, None] * kk + write[..., None, None] * k[..., :, None] * k[..., None, :]
+        product = (kk @ x[..., None])[..., 0] + exact.ridge * x
+        found.append((q - product).norm(dim=-1) / q.norm(dim=-1))
+        conditions.append((torch.linalg.matrix_norm(kk) + exact.ridge.amax(-1)) / exact.ridge.amin(-1))
+    return torch.stack(found, dim=1), torch.stack(conditions, dim=1)

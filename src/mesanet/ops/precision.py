@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
 import torch
-
-EXACT = ("ieee", "none")
-"""The settings under which products of float32 matrices are float32; "none" leaves it to the default, the same."""
 
 
 @contextmanager
@@ -37,52 +34,52 @@ class _FullProducts:
     def __init__(self) -> None:
         self._lock = Lock()
         self._inside = 0
-        self._before: list[tuple[Any, str]] = []
+        self._restore: Callable[[], None] | None = None
 
     def enter(self) -> None:
-        """Note and switch off what is on."""
+        """Switch off what is on."""
         with self._lock:
             if self._inside == 0:
-                self._before = [(switch, _get(switch)) for switch in _switches() if _get(switch) not in EXACT]
-                for switch, _ in self._before:
-                    _set(switch, "ieee")
+                self._restore = _switch_off()
             self._inside += 1
 
     def leave(self) -> None:
-        """Put back what was noted."""
+        """Switch it on again."""
         with self._lock:
             self._inside -= 1
-            if self._inside == 0:
-                for switch, before in self._before:
-                    _restore(switch, before)
+            if self._inside == 0 and self._restore is not None:
+                self._restore()
 
 
-def _switches() -> tuple[Any, ...]:
+def _switch_off() -> Callable[[], None] | None:
+    """Make products of float32 matrices float32; returns how to undo it, or None if they were."""
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # Since PyTorch 2.9 every backend has a setting of its own too, and it refuses to read the old one for all of
+        # them where they differ.
+        return _switch_off_by_backend()
+    if before == "highest":
+        return None
+    torch.set_float32_matmul_precision("highest")
+    return lambda: torch.set_float32_matmul_precision(before)
+
+
+def _switch_off_by_backend() -> Callable[[], None]:
     cpu: Any = torch.backends.mkldnn
-    return (torch.backends.cuda.matmul, cpu.matmul) if _BY_NAME else (torch.backends.cuda.matmul,)
+    switches = [(switch, str(switch.fp32_precision)) for switch in (torch.backends.cuda.matmul, cpu.matmul)]
+    changed = [(switch, before) for switch, before in switches if before not in ("ieee", "none")]
+    for switch, _ in changed:
+        switch.fp32_precision = "ieee"
+
+    def restore() -> None:
+        for switch, before in changed:
+            # A setting that was inherited from the one for all backends has to go on being so.
+            switch.fp32_precision = "none"
+            if switch.fp32_precision != before:
+                switch.fp32_precision = before
+
+    return restore
 
 
-def _get(switch: Any) -> str:
-    if _BY_NAME:
-        return str(switch.fp32_precision)
-    return "tf32" if switch.allow_tf32 else "ieee"
-
-
-def _set(switch: Any, value: str) -> None:
-    if _BY_NAME:
-        switch.fp32_precision = value
-    else:
-        switch.allow_tf32 = value != "ieee"
-
-
-def _restore(switch: Any, value: str) -> None:
-    # A setting that was inherited from the one for all backends has to go on being so.
-    if _BY_NAME:
-        _set(switch, "none")
-    if _get(switch) != value:
-        _set(switch, value)
-
-
-# PyTorch 2.9 gave every backend a setting of its own, and refuses to read the old one where the two were mixed.
-_BY_NAME = hasattr(torch.backends, "fp32_precision")
 _PRODUCTS = _FullProducts()
