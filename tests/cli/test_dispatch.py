@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from tyro.conf import Positional
 
 from mesanet.cli import COMMANDS, main
-from mesanet.cli.dispatch import Command, dispatch, parse, report_errors
+from mesanet.cli.dispatch import Command, dispatch, parse, report_errors, scan
 from mesanet.errors import UserError
 from mesanet.optional import import_optional
 
@@ -78,6 +80,12 @@ def test_a_misspelt_command_is_one_sentence_and_code_2() -> None:
         (FileNotFoundError(2, "No such file or directory", "x.json"), 2, "mesanet: x.json: no such file or directory"),
         (PermissionError(13, "Permission denied", "x.json"), 2, "mesanet: x.json: permission denied"),
         (ValueError(), 2, "mesanet: ValueError"),
+        (OSError(28, "No space left on device", "/a/b"), 2, "mesanet: the disk is full at /a/b: make room and give"),
+        (OSError(122, "Disk quota exceeded"), 2, "mesanet: the disk is full: make room and give the command again"),
+        (OSError(30, "Read-only file system", "x"), 2, "mesanet: x: read-only file system"),
+        (ConnectionResetError(104, "Connection reset by peer"), 2, "mesanet: the connection failed ([Errno 104] Conn"),
+        (TimeoutError("no answer\nin 10 s"), 2, "mesanet: the connection failed (no answer in 10 s): give the command"),
+        (type("ConnectError", (Exception,), {"__module__": "httpx"})("no"), 2, "mesanet: the connection failed (no)"),
         (KeyboardInterrupt(), 130, "mesanet: interrupted"),
     ],
     ids=lambda value: type(value).__name__,
@@ -140,12 +148,67 @@ def test_help_shows_docstrings_and_defaults(capsys: pytest.CaptureFixture[str]) 
     assert all(part in shown for part in ("mesanet example", "Head of the help", "How large", "default: 4"))
 
 
-@pytest.mark.parametrize("words", [["--sise", "5"], ["--size", "x"], ["--size"], ["stray"]])
-def test_bad_options_are_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(lambda: parse(Options, words, program="mesanet example")) == 2
+@dataclass(frozen=True, kw_only=True)
+class Detailed(Options):
+    """Head of the help."""
+
+    source: Positional[Path]
+    """Where it comes from."""
+    length: int | None = None
+    """How long."""
+    kind: Literal["round", "square"] = "round"
+    """Its shape."""
+    inner: Options
+    """More of the same."""
+
+
+HELP = "`mesanet example --help` shows all options"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["x", "--sise", "5"], "there is no option --sise; did you mean --size?"),
+        (["x", "--inner.nmes", "5"], "there is no option --inner.nmes; did you mean --inner.names?"),
+        (["x", "--size", "y"], f"error parsing --size: invalid literal for int() with base 10: 'y'; {HELP}"),
+        (["x", "--length", "y"], f"--length: got 'y', expected {{None}}|INT; {HELP}"),
+        (["x", "--size"], f"--size needs a value; {HELP}"),
+        (["x", "stray"], f"'stray' is one word too many; {HELP}"),
+        (["--size", "5"], f"PATH is missing; {HELP}"),
+        (
+            ["x", "--kind", "oval"],
+            f"invalid choice 'oval' for argument '--kind'. Expected one of ('round', 'square'); {HELP}",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_a_bad_option_is_one_sentence_and_code_2(
+    words: list[str], message: str, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+
+    def run(arguments: list[str]) -> None:
+        parse(Detailed, arguments, program="mesanet example")
+
+    assert exit_code(lambda: report_errors(run, words)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err != ""
+    assert captured.err == f"mesanet: {message}\n"
+
+
+def test_scan_tells_what_is_given_wherever_it_stands_and_checks_nothing_else() -> None:
+    given = scan(Refusing, ["--inner.size", "5", "--help", "x", "--inner.names=c"], program="mesanet example")
+    assert (given.source, given.size, given.inner.size, given.inner.names) == (Path("x"), None, 5, ("c",))
+    assert scan(Refusing, [], program="mesanet example").source is None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusing(Detailed):
+    """A config that no values please."""
+
+    def __post_init__(self) -> None:
+        raise ValueError("no")
 
 
 def test_a_missing_extra_says_how_to_install_it() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,9 +9,11 @@ import pytest
 from mesanet.cli import main
 from mesanet.cli.train import parse_run
 from mesanet.config.base import to_json
+from mesanet.config.sweep import SweepConfig
 from mesanet.config.training import RunConfig, default_out
 from mesanet.errors import UserError
 from mesanet.training.presets import RUNS, paper, run_preset
+from mesanet.training.sweep import Trial
 
 
 def test_a_preset_alone_is_the_preset() -> None:
@@ -31,6 +35,46 @@ def test_options_change_what_they_name_and_nothing_else() -> None:
     assert (config.training.steps, config.training.tokens) == (None, 1_000_000)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["demo", "--mixers", "gla", "--training.steps", "50", "--resume"],
+        ["--mixers", "gla", "demo", "--training.steps", "50", "--resume"],
+        ["--resume", "--training.steps=50", "--mixers=gla", "demo"],
+    ],
+)
+def test_options_stand_before_or_behind_the_preset(words: list[str]) -> None:
+    options, config = parse_run(words)
+    base = run_preset("demo", "gla")
+    assert options.resume
+    assert config == replace(base, training=replace(base.training, steps=50))
+
+
+def test_help_shows_the_presets_values(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--help", "--training.tokens", "4000000000", "medium-50b", "--mixers", "hawk"])
+    assert ended.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "default: 4000000000" in shown
+    assert f"default: {paper('medium', 50, 'hawk').training.peak_learning_rate}" in shown
+
+
+def test_a_sweep_takes_its_preset_in_either_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[object, RunConfig]] = []
+
+    def note(config: SweepConfig, base: Callable[[str], RunConfig]) -> list[Trial]:
+        seen.append((config.mixers, base("gla")))
+        return [Trial(mixers="gla", learning_rate=0.1, loss=1.0, out="")]
+
+    monkeypatch.setattr("mesanet.training.sweep.sweep", note)
+    for words in (["demo", "--training.tokens", "400000"], ["--training.tokens", "400000", "demo"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["sweep", *words])
+        assert ended.value.code == 0
+    assert seen[0] == seen[1]
+    assert (seen[0][1].training.steps, seen[0][1].training.tokens) == (None, 400_000)
+
+
 def test_a_file_says_what_a_run_folder_says(tmp_path: Path) -> None:
     config = run_preset("demo", "gla")
     (tmp_path / "config.json").write_text(to_json(config))
@@ -49,6 +93,10 @@ def test_a_file_says_what_a_run_folder_says(tmp_path: Path) -> None:
         (["demo", "--mixers", "mezza"], "did you mean 'mesa'"),
         (["demo", "--config", "x.json"], "name one of the two"),
         (["demo", "--training.steps", "5"], "training.warmup_steps: got"),
+        (["--training.warmup-steps", "3", "demmo"], "did you mean 'demo'"),
+        (["demo", "--training.step", "5"], "there is no option --training.step; did you mean --training.steps?"),
+        (["demo", "--training.steps", "50", "--training.tokens", "5"], "expected exactly one of the two"),
+        (["demo", "laptop"], "'laptop' is one word too many"),
     ],
 )
 def test_mistakes_are_one_sentence(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from difflib import get_close_matches
-from typing import NoReturn, TypeVar
+from io import BytesIO, StringIO, TextIOWrapper
+from itertools import takewhile
+from typing import Annotated, Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from mesanet.errors import UserError
 
@@ -17,15 +22,7 @@ Options = TypeVar("Options")
 
 DONE, USER_MISTAKE, INTERRUPTED = 0, 2, 130
 
-# What a person can put right by another command line: a bad value, a file that is missing, in the way, or unreadable.
-USER_MISTAKES = (
-    ValueError,
-    FileNotFoundError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -52,13 +49,57 @@ def dispatch(arguments: list[str], commands: Mapping[str, Command], *, program: 
 def parse(options: type[Options], arguments: list[str], *, program: str, default: Options | None = None) -> Options:
     """Read `arguments` into the dataclass `options`; --help shows its docstrings and defaults.
 
-    What is not given is as in `default`, if there is one, else as the dataclass says.
+    What is not given is as in `default`, if there is one, else as the dataclass says. A mistake is a UserError of one
+    sentence.
     """
     import tyro
 
-    if default is None:
-        return tyro.cli(options, args=arguments, prog=program)
-    return tyro.cli(options, args=arguments, prog=program, default=default)
+    given: dict[str, Any] = {} if default is None else {"default": default}
+    try:
+        with redirect_stderr(StringIO()):
+            parsed: Options = tyro.cli(options, args=arguments, prog=program, **given)
+            return parsed
+    except SystemExit as ended:
+        if ended.code == DONE:
+            raise
+    # Once more for its words: it draws a box around them, whose lines depend on what it takes for the terminal.
+    told = TextIOWrapper(BytesIO(), encoding="utf-8")
+    with redirect_stdout(told), redirect_stderr(told), suppress(SystemExit):
+        tyro.cli(options, args=arguments, prog=program, **given)
+    told.seek(0)
+    raise UserError(_unboxed(told.read(), program))
+
+
+def scan(options: type[Any], arguments: list[str], *, program: str) -> Any:
+    """The values of the options that `arguments` give, None for all others, without any check of a config's own.
+
+    For commands in which one option decides what the defaults of the others are.
+    """
+    words = [word for word in arguments if word not in ("-h", "--help")]
+    try:
+        return parse(_unchecked(options), words, program=program)
+    except UserError:
+        # The options themselves know better what they accept.
+        parse(options, words, program=program)
+        raise
+
+
+def _unchecked(options: type[Any]) -> type[Any]:
+    """A dataclass with the same options, None by default but for switches, that takes all values together."""
+    hints = get_type_hints(options, include_extras=True)
+    twins: list[Any] = []
+    for each in fields(options):
+        kind, default = hints[each.name], None if each.default is MISSING else each.default
+        if is_dataclass(kind):
+            twin = _unchecked(kind)  # type: ignore[arg-type]
+            twins.append((each.name, twin, field(default_factory=twin)))
+        elif isinstance(default, bool):
+            twins.append((each.name, kind, default))
+        else:
+            inner, *more = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+            optional = inner | None
+            twins.append((each.name, Annotated[(optional, *more)] if more else optional, None))
+    return make_dataclass(options.__name__, twins, kw_only=True, frozen=True)
 
 
 def report_errors(run: Callable[[list[str]], None], arguments: list[str] | None = None) -> NoReturn:
@@ -67,11 +108,6 @@ def report_errors(run: Callable[[list[str]], None], arguments: list[str] | None 
     try:
         run(words)
         sys.stdout.flush()
-    except USER_MISTAKES as error:
-        if os.environ.get("MESANET_DEBUG"):
-            traceback.print_exc()
-        print(f"mesanet: {_sentence(error)}", file=sys.stderr)
-        sys.exit(USER_MISTAKE)
     except KeyboardInterrupt:
         print("mesanet: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
@@ -79,7 +115,23 @@ def report_errors(run: Callable[[list[str]], None], arguments: list[str] | None 
         # The reader went away, as `| head` does; point stdout elsewhere so that the interpreter's last flush is silent.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(DONE)
+    except Exception as error:
+        if not is_mistake(error):
+            raise
+        if os.environ.get("MESANET_DEBUG"):
+            traceback.print_exc()
+        print(f"mesanet: {_sentence(error)}", file=sys.stderr)
+        sys.exit(USER_MISTAKE)
     sys.exit(DONE)
+
+
+def is_mistake(error: Exception) -> bool:
+    """Whether this is something that a person can put right.
+
+    A bad value; a file that is missing, in the way or unreadable; a full disk; a connection that broke. What the
+    operating system complains of is never a mistake in our code.
+    """
+    return isinstance(error, ValueError | OSError) or _is_of_the_net(error)
 
 
 def _overview(commands: Mapping[str, Command], program: str) -> str:
@@ -96,7 +148,51 @@ def _unknown(name: str, commands: Mapping[str, Command], program: str) -> str:
     return f"{program} has no command {name!r}, only {', '.join(commands)}{hint}"
 
 
+def _is_of_the_net(error: BaseException) -> bool:
+    """Whether a library for the web raised this; not all of their errors are OSErrors."""
+    return type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests", "urllib3")
+
+
 def _sentence(error: BaseException) -> str:
+    """What to tell the user, in one line."""
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        place = "" if error.filename is None else f" at {error.filename}"
+        return f"the disk is full{place}: make room and give the command again{notes}"
+    if _is_of_the_net(error) or isinstance(error, ConnectionError | TimeoutError):
+        return f"the connection failed ({_one_line(error)}): give the command again when there is one"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {(error.strerror or type(error).__name__).lower()}"
-    return str(error) or type(error).__name__
+    return _one_line(error)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _unboxed(box: str, program: str) -> str:
+    """The mistake in one of tyro's boxes, which have a title, the mistake, a rule, and what may have been meant."""
+    lines = [line.strip("│") for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    said = " ".join(" ".join(lines).split())
+    mistake = re.split(r" ─{3,} | Got errors:", said)[0].rstrip(".")
+    unknown = mistake.partition("Unrecognized options: ")[2].split(", ")
+    alike = re.findall(r"(--[\w.-]+)", said.partition("Perhaps you meant: ")[2])
+    meant = [*get_close_matches(unknown[0], alike, n=1), *alike]
+    hint = f"did you mean {meant[0]}?" if meant else f"`{program} --help` shows all options"
+    wrong = re.fullmatch(r"Error parsing (\S+): no type matching (.+) could be instantiated from \[(.*)\]", mistake)
+    # The names of what is missing stand four columns further in than the rest, and their explanations eight.
+    body = takewhile(lambda line: "───" not in line, lines)
+    missing = [line.split()[0] for line in body if re.match(r" {5}\S", line)]
+    empty = re.match(r"Missing value for argument '(\S+)'", mistake)
+    if unknown != [""]:
+        name = next((word for word in unknown if word.startswith("-")), unknown[0])
+        mistake = f"there is no option {name}" if name.startswith("-") else f"{name!r} is one word too many"
+    elif wrong is not None:
+        mistake = f"{wrong[1]}: got {wrong[3]}, expected {wrong[2]}"
+    elif empty is not None:
+        mistake = f"{empty[1]} needs a value"
+    elif mistake.startswith("Missing from") and missing:
+        mistake = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
+    if mistake[1:2].islower():
+        mistake = mistake[0].lower() + mistake[1:]
+    return f"{mistake}; {hint}"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mesanet.cli.dispatch import INTERRUPTED, USER_MISTAKE, USER_MISTAKES
+from mesanet.cli.dispatch import INTERRUPTED, USER_MISTAKE, is_mistake
 
 
 def is_first() -> bool:
@@ -20,8 +20,8 @@ def only_first_speaks() -> Iterator[None]:
     """End the other processes with the right code and no words where the first one reports a mistake."""
     try:
         yield
-    except USER_MISTAKES:
-        if is_first():
+    except Exception as error:
+        if is_first() or not is_mistake(error):
             raise
         sys.exit(USER_MISTAKE)
     except KeyboardInterrupt:

@@ -7,13 +7,13 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from mesanet.cli.dispatch import parse
+from mesanet.cli.dispatch import parse, scan
 from mesanet.cli.processes import is_first, only_first_speaks
-from mesanet.cli.train import EXAMPLE, with_length
+from mesanet.cli.train import EXAMPLE
 from mesanet.config.data import DataConfig
 from mesanet.config.model import ModelConfig
 from mesanet.config.sweep import SweepConfig
-from mesanet.config.training import RunConfig, TrainingConfig
+from mesanet.config.training import RunConfig, TrainingConfig, with_length
 from mesanet.errors import UserError
 
 
@@ -34,17 +34,16 @@ class Options(SweepConfig):
 def run(arguments: list[str]) -> None:
     """Train all of them and show the table."""
     with only_first_speaks():
-        if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
-            raise UserError("name a preset first, such as demo; --help shows all options")
-        base = None
-        default = Options()
-        if not arguments[0].startswith("-"):
+        given = scan(Options, arguments, program="mesanet sweep")
+        base, default = None, Options()
+        if given.preset:
             from mesanet.training.presets import run_preset
 
-            base = with_length(run_preset(arguments[0]), arguments)
+            base = with_length(run_preset(given.preset), steps=given.training.steps, tokens=given.training.tokens)
             default = Options(model=base.model, data=base.data, training=base.training)
         options = parse(Options, arguments, default=default, program="mesanet sweep")
-        assert base is not None, "--help ends the process"
+        if base is None:
+            raise UserError("name a preset, such as demo, before any list of mixers or rates; --help shows all options")
         prepare = base.prepare
         from mesanet.training.presets import known_mixers, pattern
         from mesanet.training.sweep import sweep, table

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import Positional, Suppress, arg
 
-from mesanet.cli.dispatch import parse
+from mesanet.cli.dispatch import parse, scan
 from mesanet.cli.processes import is_first, only_first_speaks
 from mesanet.config.base import from_json
 from mesanet.config.data import DataConfig, PrepareConfig
 from mesanet.config.model import ModelConfig
-from mesanet.config.training import RunConfig, TrainingConfig, default_out
+from mesanet.config.training import RunConfig, TrainingConfig, default_out, with_length
 from mesanet.errors import UserError
 
 EXAMPLE = DataConfig(path=Path("data")), TrainingConfig(steps=10_000)
@@ -59,7 +59,7 @@ def run(arguments: list[str]) -> None:
 
 def parse_run(arguments: list[str]) -> tuple[Options, RunConfig]:
     """The options, and the run that they describe."""
-    base = base_config(arguments)
+    base = base_config(scan(Options, arguments, program="mesanet train"))
     default = Options()
     if base is not None:
         default = Options(model=base.model, data=base.data, training=base.training, prepare=base.prepare)
@@ -71,41 +71,18 @@ def parse_run(arguments: list[str]) -> tuple[Options, RunConfig]:
     )
 
 
-def base_config(arguments: list[str]) -> RunConfig | None:
+def base_config(given: Any) -> RunConfig | None:
     """The preset or the file that the other options change."""
-    file, mixers = option_value(arguments, "--config"), option_value(arguments, "--mixers")
-    preset = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    if file is not None:
-        if preset is not None:
-            raise UserError(f"got the preset {preset} and --config {file}; name one of the two")
-        config = from_json(RunConfig, Path(file).read_text(encoding="utf-8"))
-        if mixers is None:
-            return with_length(config, arguments)
-        from mesanet.presets import pattern
+    from mesanet.training.presets import known_mixers, pattern, run_preset
 
-        return with_length(replace(config, model=replace(config.model, mixers=pattern(mixers))), arguments)
-    if preset is None:
+    if given.config is not None and given.preset:
+        raise UserError(f"got the preset {given.preset} and --config {given.config}; name one of the two")
+    if given.config is not None:
+        base = from_json(RunConfig, given.config.read_text(encoding="utf-8"))
+        if given.mixers is not None:
+            base = replace(base, model=replace(base.model, mixers=known_mixers(pattern(given.mixers))))
+    elif given.preset:
+        base = run_preset(given.preset, given.mixers or "mesa")
+    else:
         return None
-    from mesanet.training.presets import run_preset
-
-    return with_length(run_preset(preset, mixers or "mesa"), arguments)
-
-
-def with_length(base: RunConfig, arguments: list[str]) -> RunConfig:
-    """Let an option for the length in steps take the place of one in tokens, and the other way round."""
-    # The option itself brings the value; until then any will do that is long enough.
-    if option_value(arguments, "--training.steps") is not None:
-        base = replace(base, training=replace(base.training, steps=10**18, tokens=None))
-    if option_value(arguments, "--training.tokens") is not None:
-        base = replace(base, training=replace(base.training, steps=None, tokens=10**18))
-    return base
-
-
-def option_value(arguments: list[str], name: str) -> str | None:
-    """The word after an option, or after its equals sign."""
-    for position, word in enumerate(arguments):
-        if word == name:
-            return arguments[position + 1] if position + 1 < len(arguments) else None
-        if word.startswith(f"{name}="):
-            return word.removeprefix(f"{name}=")
-    return None
+    return with_length(base, steps=given.training.steps, tokens=given.training.tokens)

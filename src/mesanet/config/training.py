@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -118,3 +118,10 @@ class RunConfig:
 def default_out(preset: str, config: RunConfig) -> Path:
     """The run folder of a preset, where none is named."""
     return Path("runs") / f"{preset}-{'-'.join(config.model.mixers)}"
+
+
+def with_length(config: RunConfig, *, steps: int | None, tokens: int | None) -> RunConfig:
+    """The same run with another length, in steps or in tokens; with neither it stays as it is."""
+    if steps is None and tokens is None:
+        return config
+    return replace(config, training=replace(config.training, steps=steps, tokens=tokens))

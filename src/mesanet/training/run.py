@@ -64,6 +64,7 @@ def train(
         except OSError as error:
             # A write that fails, on a full disk above all, does not say where.
             error.filename = error.filename or str(folder)
+            error.add_note("its checkpoints are whole, and --resume goes on from the newest")
             raise
         processes.barrier()
     return read_result(folder)
