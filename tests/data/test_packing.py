@@ -192,13 +192,30 @@ def test_processes_have_to_share_evenly(dataset: Dataset) -> None:
 
 @pytest.mark.parametrize("length", [1, 5, 17, 254, 255, 4096])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_validation_is_packed_by_the_same_recipe(tiny: Dataset, length: int, batch_size: int) -> None:
+@pytest.mark.parametrize("block", [2, 256])
+def test_validation_has_every_token_once(
+    tiny: Dataset, length: int, batch_size: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesanet.data.packing.BLOCK", block)
     batches = list(packed_windows(tiny.train, BOS, sequence_length=length, batch_size=batch_size, seed=2))
     assert all(batch.tokens.shape[1] == length for batch in batches)
-    targets, tokens = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("targets", "tokens"))
-    whole, filled = _packed_slowly(tiny, length, 2, 0)
-    rows = np.concatenate([tokens, np.where(targets == IGNORED, BOS, targets)[:, -1:]], axis=1)
-    assert Counter(map(tuple, rows.tolist())) == Counter(map(tuple, whole + filled))
+    rows = np.concatenate([np.concatenate([batch.tokens[:, :1], batch.targets], axis=1) for batch in batches])
+    found = [token for row in rows.tolist() for token in row[1:] if token != IGNORED]
+    offered = [token for number in range(len(tiny.train)) for token in tiny.train[number].tolist()]
+    assert Counter(found) == Counter(offered)
+    # Letters follow letters of their own document, and digits each other, unless a BOS is in between.
+    for row in rows.tolist():
+        inner = [pair for pair in pairwise(row) if min(pair) >= 0 and BOS not in pair]
+        assert all(chr(a).isdigit() == chr(b).isdigit() and (chr(a).isdigit() or a == b) for a, b in inner)
+
+
+@pytest.mark.parametrize("length", [3, 17])
+def test_validation_is_in_a_seeded_order(tiny: Dataset, length: int) -> None:
+    def rows(seed: int) -> list[list[int]]:
+        batches = packed_windows(tiny.train, BOS, sequence_length=length, batch_size=2, seed=seed)
+        return [row for batch in batches for row in batch.tokens.tolist()]
+
+    assert rows(0) == rows(0) != rows(1)
 
 
 def test_text_shorter_than_a_sequence_is_validated_whole(tiny: Dataset) -> None:

@@ -186,11 +186,11 @@ def test_progress_reaches_the_total() -> None:
 
 @pytest.mark.parametrize("mixer", ["mesa", "attention"])
 @pytest.mark.parametrize(("length", "piece"), [(8, 64), (24, 5)])
-def test_packed_windows_are_those_of_training(mixer: str, length: int, piece: int) -> None:
+def test_packed_windows_are_those_of_validation(mixer: str, length: int, piece: int) -> None:
     """Each window in one pass of the model, with no loss on BOS; positions count from its start."""
     model, data = toy((mixer,)), toy_data()
     record = evaluate(model, data, config(length=length, packed=True, piece=piece))
-    packed = PackedSequences(EndToEnd(data.documents), BOS, length, 0)
+    packed = PackedSequences(EndToEnd(data.documents), BOS, length, 0, once=True)
     rows = torch.from_numpy(packed.sequences(np.arange(packed.epoch_sequences())))
     with torch.no_grad():
         logits, _ = model(rows[:, :-1])
@@ -201,6 +201,7 @@ def test_packed_windows_are_those_of_training(mixer: str, length: int, piece: in
     np.testing.assert_array_equal(positions.counts, counted.sum(0))
     np.testing.assert_allclose(positions.sums, (nll * counted).sum(0), rtol=1e-6)
     assert record["summary"]["nll"] == pytest.approx(float(nll[counted].mean()), rel=1e-6)
+    assert record["summary"]["tokens"] == sum(SIZES)
     assert record["data"]["documents"] is None
     few = evaluate(model, data, config(length=length, packed=True, max_tokens=2 * length + 1))
     assert few["summary"]["windows"] == 2

@@ -3,7 +3,8 @@
 A document that is longer than the training length T gives as many whole sequences as it has T tokens. What is left of
 it, or a document that is shorter, is filled up with others in a seeded order, each behind a BOS, until the sequence is
 full; what the last one has too much is dropped for this epoch. The next sequence begins with the next document. So a
-sequence begins in mid-document only where a long document makes it.
+sequence begins in mid-document only where a long document makes it. For validation nothing is dropped: what would be
+begins the next sequence, behind a BOS, and no text stands twice.
 
 All sequences of an epoch are visited in a seeded order. The batch of a step depends on (data, seed, step) alone, and
 any of them can be asked for by itself. There is no loss on BOS.
@@ -59,11 +60,12 @@ class Documents(Protocol):
 
 
 class PackedSequences:
-    """The endless row of a corpus's sequences, epoch after epoch."""
+    """The endless row of a corpus's sequences, epoch after epoch; with `once`, of sequences that have all text once."""
 
-    def __init__(self, documents: Documents, bos: int, sequence_length: int, seed: int) -> None:
+    def __init__(self, documents: Documents, bos: int, sequence_length: int, seed: int, *, once: bool = False) -> None:
         self.sequence_length = sequence_length
         self._documents, self._bos, self._seed = documents, bos, seed
+        self._once = once
         self._whole = _WholeSequences(documents, sequence_length)
         self._epochs: dict[int, _Epoch] = {}
         self._firsts = [0]
@@ -97,7 +99,9 @@ class PackedSequences:
         if number not in self._epochs:
             # A batch lies in two epochs at most, and then they are neighbours, unless the corpus is tiny.
             self._epochs = {key: epoch for key, epoch in self._epochs.items() if abs(key - number) <= 1}
-            self._epochs[number] = _Epoch(self._documents, self.sequence_length, self._whole.count, self._seed, number)
+            self._epochs[number] = _Epoch(
+                self._documents, self.sequence_length, self._whole.count, self._seed, number, once=self._once
+            )
         return self._epochs[number]
 
 
@@ -139,13 +143,13 @@ class _WholeSequences:
 class _Epoch:
     """One epoch's order, and the sequences into which it packs what is too short to be one."""
 
-    def __init__(self, documents: Documents, length: int, whole: int, seed: int, number: int) -> None:
-        self._documents, self._length = documents, length
+    def __init__(self, documents: Documents, length: int, whole: int, seed: int, number: int, *, once: bool) -> None:
+        self._documents, self._length, self._once = documents, length, once
         self._order = Permutation(len(documents), seed, number, DOCUMENTS)
         counts = [np.zeros(1, np.int64)]
         for start in range(0, len(documents), CHUNK):
             places = np.arange(start, min(start + CHUNK, len(documents)))
-            counts.append(_count_sequences(self._pieces(places)[0], length + 1))
+            counts.append(_count_sequences(self._pieces(places)[0], length + 1, once=once))
         self._ends = np.cumsum(np.concatenate(counts))
         self.count = whole + int(self._ends[-1])
         self.shuffled = Permutation(self.count, seed, number, SEQUENCES)
@@ -160,11 +164,15 @@ class _Epoch:
             bounds = np.cumsum(sizes[i])
             begin = 0
             for _ in range(int(inside[i])):
-                begin = int(bounds[np.searchsorted(bounds, begin + self._length + 1)])
+                begin = int(_following(bounds, np.array(begin), self._length + 1, once=self._once))
             first = int(np.searchsorted(bounds, begin, side="right"))
+            if cut := begin - int(bounds[first] - sizes[i, first]):
+                # What the sequence before has not taken of a piece is one by itself, with a BOS of its own.
+                sizes[i, first] += 1 - cut
             row = rows[place]
             filled = self._copy(row, 0, sizes[i, first:], ends[i, first:], bos)
-            self._fill_on(row, filled, int(blocks[i]), first, bos)
+            if not self._once:
+                self._fill_on(row, filled, int(blocks[i]), first, bos)
 
     def _fill_on(self, row: Integers, filled: int, block: int, first: int, bos: int) -> None:
         """Go on with the blocks that follow, the last one by the first, until the row is full or all have been in it.
@@ -204,8 +212,8 @@ class _Epoch:
         return np.where(rest > 0, rest + 1, 0), end
 
 
-def _count_sequences(sizes: Integers, tokens: int) -> Integers:
-    """How many sequences of so many tokens the pieces of each block begin: each with the first that is not used."""
+def _count_sequences(sizes: Integers, tokens: int, *, once: bool) -> Integers:
+    """How many sequences of so many tokens the pieces of each block begin."""
     blocks = -(-len(sizes) // BLOCK)
     ends = np.cumsum(np.concatenate([sizes, np.zeros(blocks * BLOCK - len(sizes), np.int64)]))
     limits = ends.reshape(blocks, BLOCK)[:, -1]
@@ -213,9 +221,19 @@ def _count_sequences(sizes: Integers, tokens: int) -> Integers:
     counts = np.zeros(blocks, dtype=np.int64)
     while (going := np.flatnonzero(begins < limits)).size:
         counts[going] += 1
-        behind = np.searchsorted(ends, begins[going] + tokens)
-        begins[going] = np.minimum(ends[np.minimum(behind, len(ends) - 1)], limits[going])
+        begins[going] = np.minimum(_following(ends, begins[going], tokens, once=once), limits[going])
     return counts
+
+
+def _following(ends: Integers, begins: Integers, tokens: int, *, once: bool) -> Integers:
+    """Where the next sequence begins among pieces that end at `ends`: with the first piece that is not in this one.
+
+    With `once` it is where this one ends; a sequence that begins inside a piece has one token less of it, for its BOS.
+    """
+    if once:
+        whole = (begins == 0) | (ends[np.searchsorted(ends, begins)] == begins)
+        return begins + tokens - 1 + whole
+    return ends[np.minimum(np.searchsorted(ends, begins + tokens), len(ends) - 1)]
 
 
 class Batches:
@@ -250,9 +268,12 @@ def as_batch(sequences: Integers, bos: int) -> Batch:
 
 
 def packed_windows(split: Split, bos: int, *, sequence_length: int, batch_size: int, seed: int = 0) -> Iterator[Batch]:
-    """Go once through a split packed as in training, for validation; the last batch may have fewer rows."""
+    """Go once through a split packed as in training, for validation: every token is a target once, BOS never.
+
+    The last batch may have fewer rows, and some sequences end with BOS, without loss.
+    """
     _check_not_empty(split)
-    packed = PackedSequences(split, bos, sequence_length, seed)
+    packed = PackedSequences(split, bos, sequence_length, seed, once=True)
     count = packed.epoch_sequences()
     for first in range(0, count, batch_size):
         yield as_batch(packed.sequences(np.arange(first, min(first + batch_size, count))), bos)

@@ -121,9 +121,9 @@ def stretch(documents: Documents, document: int, start: int, count: int) -> Inte
 
 
 def packed_batches(data: EvaluationData, config: EvaluationConfig) -> tuple[Totals, Iterator[WindowBatch]]:
-    """The sequences into which training would pack these documents, each a window that is numbered as a document."""
+    """The sequences into which validation would pack these documents, each a window that is numbered as a document."""
     documents = data.documents if isinstance(data.documents, Split) else EndToEnd(data.documents)
-    packed = PackedSequences(documents, data.bos, config.length, config.seed)
+    packed = PackedSequences(documents, data.bos, config.length, config.seed, once=True)
     count = packed.epoch_sequences()
     if config.max_tokens is not None:
         count = min(count, max(1, config.max_tokens // config.length))
