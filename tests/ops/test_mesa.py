@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.ops.mesa_cases import EXACT, concatenated, gradients, make_inputs
+from tests.ops.mesa_cases import EXACT, Inputs, concatenated, gradients, make_inputs, token_by_token
 from torch import Tensor
 
+from mesanet.ops import mesa as mesa_module
 from mesanet.ops import reference
 from mesanet.ops.mesa import mesa
 from mesanet.ops.solver import ConjugateGradient
@@ -143,6 +144,112 @@ def test_backends_agree(backend: str) -> None:
     inputs = make_inputs(2, 20, 2, 6, 4)
     got = mesa(*inputs[:6], inputs.state, solver=EXACT, backend=backend)
     torch.testing.assert_close(got.output, reference.mesa(*inputs[:6], inputs.state)[0], **CLOSE)
+
+
+def test_stiff_heads_are_the_reference() -> None:
+    """Nothing forgotten, correlated keys: what float32 is later measured against."""
+    inputs = make_inputs(1, 1000, 2, 64, 16, gamma=(1.0, 1.0), ridge=(0.25, 0.25), correlated=True)
+    expected, after = reference.mesa(*inputs[:6], inputs.state)
+    got = mesa(*inputs[:6], inputs.state, solver=EXACT)
+    torch.testing.assert_close(got.output, expected, **CLOSE)
+    torch.testing.assert_close(got.state.kv, after.kv, **CLOSE)
+
+
+def test_decoding_token_by_token_is_the_whole() -> None:
+    """Without gradients, as a model generates."""
+    inputs = make_inputs(2, 200, 3, 24, 5)
+    with torch.no_grad():
+        whole = mesa(*inputs[:6], inputs.state, solver=EXACT)
+        single = token_by_token(inputs, solver=EXACT)
+    torch.testing.assert_close(single.output, whole.output, **CLOSE)
+    torch.testing.assert_close(single.state.kk, whole.state.kk, **CLOSE)
+    torch.testing.assert_close(single.state.kv, whole.state.kv, **CLOSE)
+
+
+@pytest.mark.parametrize("preconditioner", ["auto", None])
+@pytest.mark.parametrize("time", [1, 20])
+def test_only_the_symmetric_part_of_a_state_counts(time: int, preconditioner: str | None) -> None:
+    inputs = make_inputs(2, time, 2, 6, 4)
+    skew = torch.randn_like(inputs.kk)
+    crooked = MesaState(inputs.kk + skew - skew.mT, inputs.kv)
+    solver = ConjugateGradient(max_steps=500, tolerance=1e-13, preconditioner=preconditioner)
+    for backend in ("auto", "chunked", "reference"):
+        with torch.no_grad():
+            straight = mesa(*inputs[:6], inputs.state, solver=solver, backend=backend)
+            got = mesa(*inputs[:6], crooked, solver=solver, backend=backend)
+        torch.testing.assert_close(got.output, straight.output, **CLOSE)
+        torch.testing.assert_close(got.state.kk, straight.state.kk, **CLOSE)
+        torch.testing.assert_close(got.state.kk, got.state.kk.mT, **CLOSE)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_the_backend_asked_for_is_the_one_that_runs(gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_inputs(2, 1, 2, 6, 4)
+    ran = []
+    for name in ("mesa_step", "chunk_layout", "_token_by_token"):
+        function = getattr(mesa_module, name)
+        monkeypatch.setattr(mesa_module, name, lambda *a, f=function, n=name: (ran.append(n), f(*a))[1])
+    tensors = inputs.with_grad() if gradient else inputs
+    for backend in ("auto", "chunked", "reference"):
+        mesa(*tensors[:6], tensors.state, backend=backend)
+    assert ran == ["chunk_layout" if gradient else "mesa_step", "chunk_layout", "_token_by_token"]
+
+
+@pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+@pytest.mark.parametrize("time", [1, 20])
+@pytest.mark.parametrize(
+    ("q", "rest", "state", "expected"),
+    [
+        (torch.bfloat16, torch.bfloat16, torch.float32, torch.float32),
+        (torch.float16, torch.float16, torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32, torch.float32, torch.float32),
+        (torch.float32, torch.float32, torch.float64, torch.float32),
+        (torch.float64, torch.float32, torch.float32, torch.float64),
+        (torch.float64, torch.float64, torch.float64, torch.float64),
+    ],
+)
+def test_dtypes(
+    q: torch.dtype, rest: torch.dtype, state: torch.dtype, expected: torch.dtype, time: int, backend: str
+) -> None:
+    """The output has that of v, the state float32 unless a sequence is float64, gradients those of their tensors."""
+    exact = make_inputs(2, time, 2, 6, 4)
+    inputs = Inputs(exact.q.to(q), *(t.to(rest) for t in exact[1:6]), *(t.to(state) for t in exact[6:])).with_grad()
+    got = mesa(*inputs[:6], inputs.state, backend=backend)
+    with torch.no_grad():
+        without_graph = mesa(*inputs[:6], inputs.state, backend=backend)
+    for result in (got, without_graph):
+        assert result.output.dtype == rest
+        assert result.state.kk.dtype == result.state.kv.dtype == expected
+    grad_output = torch.ones_like(got.output)
+    for tensor, gradient in zip(inputs, torch.autograd.grad(got.output, inputs, grad_output), strict=True):
+        assert gradient.dtype == tensor.dtype
+        assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+@pytest.mark.parametrize(("batch", "time", "heads"), [(0, 1, 2), (2, 1, 0), (0, 5, 2), (2, 5, 0), (2, 0, 2), (0, 0, 0)])
+def test_nothing_in_nothing_out(batch: int, time: int, heads: int, backend: str) -> None:
+    inputs = make_inputs(batch, time, heads, 4, 3, gamma=(0.5, 0.9))
+    for state in (inputs.state, None):
+        with torch.no_grad():
+            got = mesa(*inputs[:6], state, backend=backend)
+        assert got.output.shape == (batch, time, heads, 3)
+        assert got.steps.shape == (batch, time, heads)
+        assert got.state.kk.shape == (batch, heads, 4, 4)
+        assert got.state.kv.shape == (batch, heads, 4, 3)
+
+
+@pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+@pytest.mark.parametrize("bounds", [[0], [0, 0], [0, 0, 0, 5, 5]])
+def test_packed_sequences_without_tokens(bounds: list[int], backend: str) -> None:
+    rows = len(bounds) - 1
+    inputs = make_inputs(1, bounds[-1], 2, 4, 3, sequences=rows)
+    for state in (inputs.state, None):
+        got = mesa(*inputs[:6], state, cu_seqlens=torch.tensor(bounds), backend=backend)
+        assert got.output.shape == inputs.v.shape
+        assert got.state.kk.shape == inputs.kk.shape
+        if bounds[-1] == 0 and state is not None:
+            torch.testing.assert_close(got.state.kk, inputs.kk, **CLOSE)
 
 
 def test_no_steps_is_the_papers_start_value() -> None:
