@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,14 @@ from mesanet.model.backbone import LanguageModel
 from mesanet.model.files import save_model
 
 
-def mesanet(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def mesanet(*words: str, stdin: str = "", encoding: str = "utf-8") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "mesanet", *words], input=stdin, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "mesanet", *words],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
     )
 
 
@@ -36,6 +42,20 @@ def test_text_is_continued_and_a_seed_repeats_it(run_folder: Path) -> None:
     assert first.stdout.startswith("Hello")
     assert len(first.stdout) > 10
     assert mesanet(*words, "--prompt", "-", stdin="Hello").stdout == first.stdout
+
+
+def test_an_output_without_the_characters_replaces_them(run_folder: Path) -> None:
+    """Random weights make bytes that are no text, whose sign ASCII does not have."""
+    words = ["generate", "--model", str(run_folder), "--generation.max-tokens", "40", "--prompt", "\u00e4"]
+    result = mesanet(*words, encoding="ascii")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("?")
+
+
+def test_the_solver_can_be_chosen(run_folder: Path) -> None:
+    words = ["generate", "--model", str(run_folder), "--generation.temperature", "0", "--prompt", "Hello there"]
+    limited = ["--solver.max-steps", "0", "--solver.preconditioner", "none"]
+    assert mesanet(*words, *limited).stdout != mesanet(*words).stdout
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,58 @@ def test_text_arrives_whole_and_ends_before_a_stop_string(text: str, stop: list[
     assert shown == (text if not ends else text[: min(place for end, place in ends if end == min(ends)[0])])
 
 
+def test_bytes_that_are_no_text_are_shown_as_they_come() -> None:
+    """And in time that grows with their number only: every byte is decoded together with a bounded number of others."""
+    decoded = 0
+
+    def decode(tokens: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return bytes(tokens).decode(errors="replace")
+
+    streamed = TextStream(decode)
+    for count in range(1, 3001):
+        streamed.add(0x80)
+        assert count < 1000 or decoded < 150 * count
+    shown = TextStream(decode)
+    text = "".join(shown.add(0x80) for _ in range(500))
+    assert len(text) == 497
+    assert text + shown.finish() == "\ufffd" * 500
+
+
+@given(st.lists(st.integers(0, 255), max_size=300))
+def test_any_bytes_arrive_whole(values: list[int]) -> None:
+    streamed = TextStream(Bytes().decode)
+    shown = "".join(streamed.add(value) for value in values)
+    assert shown + streamed.finish() == Bytes().decode(values)
+
+
+@pytest.mark.parametrize("word", ["a", "\u20ac"])
+def test_a_decoder_that_drops_the_first_space_loses_none(word: str) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"\u2581{word}": 0, "\u2581b": 1, "c": 2}, unk_token="c")
+    )
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    tokens = [0, 1, 2] * 80
+    streamed = TextStream(tokenizer.decode)
+    pieces = [streamed.add(token) for token in tokens]
+    assert "".join(pieces) + streamed.finish() == tokenizer.decode(tokens)
+    assert all(pieces)
+
+
+def test_long_runs_of_byte_tokens_stay_characters() -> None:
+    """A decoder that gives up on all bytes of a run if they do not begin with a whole character."""
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {f"<0x{value:02X}>": value for value in range(256)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    text = "\u20ac\U0001f600\u00e4" * 60
+    streamed = TextStream(tokenizer.decode)
+    shown = "".join(streamed.add(value) for value in text.encode())
+    assert shown + streamed.finish() == text
+
+
 def test_text_of_a_model() -> None:
     model = small("gla", vocabulary=257)
     config = GenerationConfig(max_tokens=80, seed=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
+from io import TextIOWrapper
 from pathlib import Path
 
 from mesanet.cli.dispatch import parse
@@ -44,6 +45,9 @@ def run(arguments: list[str]) -> None:
     model.set_solver(max_steps=solver.max_steps, tolerance=solver.tolerance, preconditioner=solver.preconditioner)
     name = options.tokenizer or tokenizer_name(options.model, folder, model.config.vocabulary)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    if isinstance(sys.stdout, TextIOWrapper):
+        # A character that the terminal's encoding lacks must not end the text.
+        sys.stdout.reconfigure(errors="replace")
     shown = terminal_safe if sys.stdout.isatty() else str
     print(shown(prompt), end="", flush=True)
     for piece in stream_text(model, load_tokenizer(name), prompt, options.generation, options.stop):

@@ -11,7 +11,11 @@ from mesanet.model.backbone import LanguageModel
 from mesanet.model.generate import DEFAULTS, stream
 
 LONGEST_REDECODED = 64
-"""Tokens that are decoded again together with a new one, at most: decoding all of them each time would be quadratic."""
+"""Tokens that are decoded again together with a new one: decoding all of them each time would be quadratic."""
+LEFT_CONTEXT = 8
+"""Tokens that are kept when the others are let go: some decoders drop a space in front of the first one they get."""
+LONGEST_CUT = 3
+"""U+FFFD at the end that may stand for a character yet: as many as the bytes that one can be short of its last."""
 
 
 class TextCodec(Protocol):
@@ -68,6 +72,7 @@ class TextStream:
         self._stop = [text for text in stop if text]
         self._tokens: list[int] = []
         self._shown = 0
+        self._waiting = 0
         self._pending = ""
         self.ended = False
         """Whether a stop string has come; nothing more is shown after it."""
@@ -76,12 +81,15 @@ class TextStream:
         """The text that this token settles."""
         self._tokens.append(token)
         text = self._decode(self._tokens)
-        if text.endswith("\ufffd"):
-            return ""  # a character whose last bytes are still to come
-        self._pending += text[self._shown :]
-        self._shown = len(text)
-        if text.endswith(("\n", " ")) or len(self._tokens) >= LONGEST_REDECODED:
-            self._tokens, self._shown = [], 0
+        self._waiting = self._waiting + 1 if text.endswith("\ufffd") else 0
+        # So long a character may still get its last bytes. Until then nothing is settled: some decoders give up on a
+        # whole run of bytes for as long as its last character is not complete.
+        if self._waiting > LONGEST_CUT or not self._waiting:
+            settled = max(_settled(text), self._shown)
+            self._pending += text[self._shown : settled]
+            self._shown = settled
+        if len(self._tokens) >= LONGEST_REDECODED:
+            self._let_go(text)
         return self._settle(final=False)
 
     def finish(self) -> str:
@@ -89,6 +97,14 @@ class TextStream:
         if self._tokens and not self.ended:
             self._pending += self._decode(self._tokens)[self._shown :]
         return self._settle(final=True)
+
+    def _let_go(self, text: str) -> None:
+        """Keep the last tokens only, where they alone give the end of the text, as in the middle of a character not."""
+        for kept in range(LEFT_CONTEXT, LEFT_CONTEXT + LONGEST_CUT + 1):
+            tail = self._decode(self._tokens[-kept:])
+            if text.endswith(tail) and _settled(tail) - len(tail) == self._shown - len(text):
+                self._tokens, self._shown = self._tokens[-kept:], _settled(tail)
+                return
 
     def _settle(self, *, final: bool) -> str:
         """The part of the pending text that no stop string can begin in."""
@@ -102,6 +118,12 @@ class TextStream:
         text = self._pending[: len(self._pending) - held]
         self._pending = self._pending[len(self._pending) - held :]
         return text
+
+
+def _settled(text: str) -> int:
+    """How many characters of a decoded text no later token can change."""
+    cut = len(text) - len(text.rstrip("\ufffd"))
+    return len(text) - min(cut, LONGEST_CUT)
 
 
 def terminal_safe(text: str) -> str:
