@@ -66,6 +66,20 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ValueError(f"{os.fspath(path)} is not valid JSON: {error}") from error
 
 
+def read_json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:
+    """Give what the lines of a file hold, but for a last line that a crash has cut off; nothing without a file."""
+    if not Path(path).is_file():
+        return
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{os.fspath(path)}, line {number} is not valid JSON: {error}") from error
+
+
 def sync_folder(folder: str | os.PathLike[str]) -> None:
     """Flush a folder's entries to the disk, so that a rename in it survives a power cut (POSIX only)."""
     if os.name != "posix":

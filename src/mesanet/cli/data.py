@@ -5,6 +5,7 @@ from mesanet.cli.dispatch import Command, dispatch
 COMMANDS = {
     "prepare": Command("mesanet.cli.data_prepare", "turn text into token shards that training reads"),
     "tokenizer": Command("mesanet.cli.data_tokenizer", "train a byte-level BPE tokenizer on a corpus"),
+    "speed": Command("mesanet.cli.data_speed", "measure how fast sources become token shards"),
     "show": Command("mesanet.cli.data_show", "say what a prepared folder holds, and check all of its files"),
 }
 

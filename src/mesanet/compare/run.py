@@ -68,7 +68,7 @@ class _Evaluation:
     def run(self) -> Path:
         """Evaluate, let it write, and draw the report with it."""
         config, folder = self.config, self.config.out / RUNS / self.mixers
-        write_json_atomic(folder / EVALUATED, {"weights_sha256": current_weights(folder)})
+        _write_once(folder / EVALUATED, {"weights_sha256": current_weights(folder)})
         position, extrapolation, solver = (
             evaluation(self.plan, name) for name in ("position", "extrapolation", "solver")
         )
@@ -106,6 +106,12 @@ def _check_processes(config: RunConfig) -> None:
 def _corpus(path: Path, dataset: Dataset) -> None:
     if not path.exists() or read_json(path).get("fingerprint") != dataset.fingerprint:
         write_json_atomic(path, describe_corpus(dataset))
+
+
+def _write_once(path: Path, value: dict[str, Any]) -> None:
+    """Write a record, unless it is there already."""
+    if not path.exists() or read_json(path) != value:
+        write_json_atomic(path, value)
 
 
 def _say(text: str, quiet: bool) -> None:

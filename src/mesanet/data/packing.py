@@ -230,10 +230,13 @@ def _following(ends: Integers, begins: Integers, tokens: int, *, once: bool) -> 
 
     With `once` it is where this one ends; a sequence that begins inside a piece has one token less of it, for its BOS.
     """
+    following: Integers
     if once:
         whole = (begins == 0) | (ends[np.searchsorted(ends, begins)] == begins)
-        return begins + tokens - 1 + whole
-    return ends[np.minimum(np.searchsorted(ends, begins + tokens), len(ends) - 1)]
+        following = begins + tokens - 1 + whole
+    else:
+        following = ends[np.minimum(np.searchsorted(ends, begins + tokens), len(ends) - 1)]
+    return following
 
 
 class Batches:

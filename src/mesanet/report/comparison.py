@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mesanet.errors import UserError
-from mesanet.io import read_json
+from mesanet.io import read_json, read_json_lines
 from mesanet.report.evaluations import Record, newest, overridden, read_evaluations
 
 PLAN = "compare.json"
@@ -99,7 +97,7 @@ def read_comparison(folder: Path) -> Comparison:
 def _read_run(folder: Path, mixers: str, plan: Record) -> Run | None:
     if not (folder / "config.json").is_file():
         return None
-    metrics = list(_metrics(folder / METRICS))
+    metrics = list(read_json_lines(folder / METRICS))
     records = _current(list(read_evaluations(folder)), folder)
     position, extrapolation, solver = (
         _planned(records, plan["evaluations"][name], plan["data"]) for name in ("position", "extrapolation", "solver")
@@ -148,13 +146,3 @@ def _solver_settings(records: list[Record]) -> list[Record]:
             settings.setdefault((override["max_steps"], override["tolerance"]), []).append(record)
     found = (newest(iter(same)) for same in settings.values())
     return [record for record in found if record is not None]
-
-
-def _metrics(path: Path) -> Iterator[Record]:
-    """The lines of a metrics file, but for a last one that was cut off."""
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield json.loads(line)
