@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,19 +56,43 @@ def test_a_misspelt_preset_is_named() -> None:
         presets.model("smal")
 
 
+@pytest.mark.parametrize("name", presets.MODELS)
+def test_every_preset_can_be_built_with_every_mixer(name: str) -> None:
+    signed = {mixer for mixer, kind in MIXERS.items() if kind.signed_gates}
+    assert signed == presets.SIGNED
+    for mixer in MIXERS:
+        config = presets.model(name, mixer)
+        assert (config.gamma_range == "signed") == (name == "parity" and mixer in signed)
+        assert count_parameters(config) > 0
+
+
+@pytest.mark.parametrize("name", ["mad", "parity"])
+def test_the_small_presets_are_about_as_near_as_the_docs_say(name: str) -> None:
+    for count in compare_parameters([name], [*MIXERS, "hawk-mesa"]):
+        assert count.to_attention == pytest.approx(1, abs=0.031 if "hawk" in count.mixers else 0.016), count
+
+
+def from_the_docs(repository: Path, title: str) -> str:
+    """The example after this comment."""
+    text = (repository / "docs" / "models.md").read_text()
+    found = re.search(rf"<!-- test: {title} -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    return found.group(1)
+
+
 @pytest.fixture
 def eleventh_mixer(repository: Path) -> Iterator[str]:
     """What the docs tell to write, run as it stands there."""
-    text = (repository / "docs" / "models.md").read_text()
-    found = re.search(r"<!-- test: an eleventh mixer -->\n```python\n(.*?)```", text, re.DOTALL)
-    assert found is not None
-    code = found.group(1)
+    code = from_the_docs(repository, "an eleventh mixer")
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
     known = set(MIXERS)
     exec(code, {"__name__": "docs"})
     (name,) = set(MIXERS) - known
     yield name
     del MIXERS[name]
+    # A name that is gone is unknown again, to configs too.
+    with pytest.raises(ValueError, match="mixers: got"):
+        ModelConfig(mixers=(name,))
 
 
 def test_an_eleventh_mixer_is_ten_lines(eleventh_mixer: str, tmp_path: Path) -> None:
@@ -82,3 +109,36 @@ def test_an_eleventh_mixer_is_ten_lines(eleventh_mixer: str, tmp_path: Path) -> 
     torch.testing.assert_close(padded[:1, 4:], model(tokens[:1, 4:])[0], atol=1e-4, rtol=0)
     model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
     assert torch.equal(load_model(save_model(model, tmp_path))(tokens)[0], model(tokens)[0])
+
+
+@pytest.mark.slow
+def test_an_eleventh_mixer_in_the_library_passes_every_test_of_the_others(repository: Path, tmp_path: Path) -> None:
+    """In a copy of the repository, at the places that the docs name; the suites then run over it by themselves."""
+    for part in ("src", "tests", "docs"):
+        shutil.copytree(repository / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(repository / "pyproject.toml", tmp_path)
+    code, cost = from_the_docs(repository, "an eleventh mixer"), from_the_docs(repository, "its cost")
+    (line,) = [line for line in code.splitlines() if line.startswith("MIXERS")]
+    found = re.fullmatch(r'MIXERS\["(\w+)"\] = (\w+)', line)
+    assert found is not None
+    name, kind = found.groups()
+    body = code.replace(line, "").replace("import MIXERS, HeadMixer", "import HeadMixer")
+    package = tmp_path / "src" / "mesanet"
+    body = body.replace("from mesanet.mixers import", "from mesanet.mixers.base import")
+    (package / "mixers" / f"{name}.py").write_text(body.rstrip() + "\n\n" + cost)
+    for path, before, after in [
+        (package / "mixers" / "__init__.py", "\nMIXERS: ", f"from mesanet.mixers.{name} import {kind}\n\nMIXERS: "),
+        (package / "mixers" / "__init__.py", '    "mesa": Mesa,\n', f'    "mesa": Mesa,\n    "{name}": {kind},\n'),
+        (package / "config" / "model.py", '    "mesa",\n', f'    "mesa",\n    "{name}",\n'),
+    ]:
+        text = path.read_text()
+        assert before in text
+        path.write_text(text.replace(before, after, 1))
+    suites = ["tests/mixers", "tests/model", "tests/bench/test_costs.py", "tests/test_presets.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suites, "-k", name]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert passed is not None
+    # The suite of the mixers alone has more than this.
+    assert int(passed.group(1)) > 15

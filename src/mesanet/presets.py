@@ -25,15 +25,23 @@ def large(mixers: Pattern = "mesa") -> ModelConfig:
     return ModelConfig(mixers=pattern(mixers), layers=28, width=1536, heads=12)
 
 
+SIGNED = frozenset({"mamba2", "gla", "gated_deltanet", "mesa"})
+"""The mixers whose forget gates can be negative."""
+
+
 def parity(mixers: Pattern = "mesa") -> ModelConfig:
-    """The paper's state-tracking model: forget gates in (-1, 1) and a regulariser so strong that mesa acts like GLA."""
+    """The paper's state-tracking model: forget gates in (-1, 1) and a regulariser so strong that mesa acts like GLA.
+
+    Patterns with a mixer that has no such gates, which the others are compared with, keep what they have.
+    """
+    signed = set(pattern(mixers)) <= SIGNED
     return ModelConfig(
         mixers=pattern(mixers),
         layers=2,
         width=128,
         heads=4,
         vocabulary=2,
-        gamma_range="signed",
+        gamma_range="signed" if signed else "positive",
         gamma_cap=1.0,
         ridge_initial=50.0,
         ridge_lower_bound=49.0,

@@ -10,7 +10,7 @@ import torch
 from mesanet import presets
 from mesanet.bench.costs import Cost, Sizes, head_cost, layer_cost, model_cost, rule_cost, weight_operations
 from mesanet.config.model import ModelConfig
-from mesanet.mixers import MIXERS
+from mesanet.mixers import MIXERS, HeadMixer
 from mesanet.model.backbone import LanguageModel
 from mesanet.model.cache import state_tensors
 
@@ -181,6 +181,34 @@ def mesa() -> tuple[int, int]:
     return update, COUNTER.taken()
 
 
+def mesa_direct() -> tuple[int, int]:
+    """As `ops/mesa_step.py` decodes under the preconditioner "auto"."""
+    written = times(k, gate)
+    h, g = add_outer(scaled(kk, gate), written, k), add_outer(scaled(kv, gate), written, v)
+    update = COUNTER.taken()
+    system = [[(h[i][j] + h[j][i]) * 0.5 for j in range(K)] for i in range(K)]
+    for i in range(K):
+        system[i][i] = system[i][i] + Number()
+    factors = [list(row) for row in system]
+    for pivot in range(K):
+        for row in range(pivot + 1, K):
+            factors[row][pivot] = factors[row][pivot] / factors[pivot][pivot]
+            for column in range(pivot + 1, K):
+                factors[row][column] = factors[row][column] - factors[row][pivot] * factors[pivot][column]
+    x = list(q)
+    for row in range(K):
+        for column in range(row):
+            x[row] = x[row] - factors[row][column] * x[column]
+    for row in reversed(range(K)):
+        for column in range(row + 1, K):
+            x[row] = x[row] - factors[row][column] * x[column]
+        x[row] = x[row] / factors[row][row]
+    residual = minus(q, apply(system, x))
+    dot(residual, residual)
+    apply(g, x)
+    return update, COUNTER.taken()
+
+
 def mesa_rls() -> tuple[int, int]:
     pushed = apply(kk, k)
     gain = gate / (1 + gate * dot(k, pushed))
@@ -201,6 +229,28 @@ def test_formulas_count_the_rules(rule: Callable[[], tuple[int, int]]) -> None:
     COUNTER.taken()
     update, output = rule()
     assert head_cost(rule.__name__, SIZE)[:2] == (update, output)
+
+
+def test_the_direct_solve_is_counted() -> None:
+    COUNTER.taken()
+    assert head_cost("mesa", SIZE._replace(steps=None))[:2] == mesa_direct()
+    large = Sizes(key=1000, value=1, position=1, steps=None)
+    assert head_cost("mesa", large).output == pytest.approx(2 / 3 * 1000**3, rel=0.02)
+    small = presets.small("mesa")
+    assert model_cost(small, 9).layer_output_direct == layer_cost(small, "mesa", 9, direct=True).output
+    gla = model_cost(presets.small("gla"), 9)
+    assert gla.layer_output_direct == gla.layer_output
+
+
+def test_a_new_mixer_says_its_own_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class New(HeadMixer):
+        pass
+
+    monkeypatch.setitem(MIXERS, "new", New)
+    with pytest.raises(ValueError, match=r"no formula for the cost of a head of 'new'.*can say it in `operations`"):
+        head_cost("new", SIZE)
+    New.operations = staticmethod(lambda key, value: (key, value, key * value))
+    assert head_cost("new", SIZE) == Cost(K, V, K * V)
 
 
 def config(mixer: str) -> ModelConfig:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mesanet.config.model import ModelConfig, SolverConfig
+from mesanet.config.model import MIXER_NAMES, ModelConfig, SolverConfig
 from mesanet.mixers import MIXERS
 from mesanet.mixers.attention import Attention, SlidingWindow
 from mesanet.mixers.layout import dense_layout
@@ -274,8 +274,37 @@ def test_mistakes_are_named() -> None:
         model(tokens, cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="targets: got shape"):
         model.loss(tokens, tokens[:, 1:])
-    with pytest.raises(ValueError, match="gamma_range"):
-        small("mlstm", gamma_range="signed")
+
+
+@pytest.mark.parametrize("name", [name for name, kind in MIXERS.items() if not kind.signed_gates])
+def test_signed_gates_are_refused_where_there_are_none(name: str) -> None:
+    with pytest.raises(ValueError, match=f"gamma_range: got 'signed', but {name} has no signed forget gate"):
+        small(name, gamma_range="signed")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mixers": ("messa",)}, "mixers: got 'messa', .*did you mean 'mesa'"),
+        ({"forget_bias": (0.0, math.nan)}, r"forget_bias\[1\]: got nan, expected a finite number"),
+        ({"forget_bias": (-math.inf, 1.0)}, r"forget_bias\[0\]: got -inf"),
+        ({"ridge_initial": 1e-30, "ridge_lower_bound": 0.0}, "ridge_initial: got 1e-30, expected a number in"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_built(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**settings)  # type: ignore[arg-type]
+
+
+def test_the_config_knows_the_names_in_the_table() -> None:
+    assert tuple(MIXERS) == MIXER_NAMES
+
+
+def test_a_mixer_that_is_added_at_run_time_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="mixers: got 'extra'"):
+        ModelConfig(mixers=("extra",))
+    monkeypatch.setitem(MIXERS, "extra", MIXERS["gla"])
+    assert small("extra")(torch.zeros(1, 3, dtype=torch.long))[0].shape == (1, 3, 61)
 
 
 def test_the_papers_plain_method_can_be_asked_for() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from mesanet.config import check_in_range
 from mesanet.config.model import ModelConfig
+from mesanet.mixers import mixer_class
 from mesanet.mixers.hawk import BlockLinear, hawk_state_size
 from mesanet.mixers.layers import Linear, ShortConvolution
 from mesanet.model.backbone import LanguageModel
@@ -44,8 +45,8 @@ class Sizes(NamedTuple):
     value: int
     position: int
     """The token's place in the text, counted from one: so many keys softmax attention looks at."""
-    steps: int
-    """Solver steps."""
+    steps: int | None
+    """Solver steps; None for a direct solve."""
 
 
 def _attention(keys: int, size: Sizes) -> Cost:
@@ -88,15 +89,27 @@ def _longhorn(size: Sizes) -> Cost:
 
 
 def _mesa(size: Sizes) -> Cost:
-    """Two states like GLA's; the solver's start value and steps, and the read-out with the solution."""
+    """Two states like GLA's; the solver's start value and steps, or a direct solve; the read-out with the solution."""
     square, pairs, key = size.key**2, size.key * size.value, size.key
     update = 3 * square + 3 * pairs + key
+    if size.steps is None:
+        return Cost(update, _direct_solve(key) + 2 * pairs, square + pairs)
     product = 2 * square + 2 * key
     # q / diag(H + ridge), the residual, and its square.
     start = 2 * key + product + key + 2 * key
     # The step's length, solution, residual, its square, and the next direction; two ratios.
     step = product + 2 * key + 2 * key + 2 * key + 2 * key + 2 * key + 2
     return Cost(update, start + size.steps * step + 2 * pairs, square + pairs)
+
+
+def _direct_solve(key: int) -> int:
+    """What decoding does under the preconditioner "auto": (H + H^T) / 2 + ridge, LU, two triangles, and the residual.
+
+    Two thirds of K^3 to leading order: elimination divides a column and updates what is below and right of its pivot.
+    """
+    system = 2 * key**2 + key
+    factors = key * (key - 1) // 2 + key * (key - 1) * (2 * key - 1) // 3
+    return system + factors + 2 * key**2 - key + 2 * key**2 + key + 2 * key
 
 
 def _mesa_rls(size: Sizes) -> Cost:
@@ -123,15 +136,24 @@ PER_HEAD: dict[str, Callable[[Sizes], Cost]] = {
 
 def head_cost(mixer: str, size: Sizes) -> Cost:
     """The cost of one head of a mixer; a ValueError where nobody has written its formula down."""
-    if mixer not in PER_HEAD:
-        raise ValueError(f"mixers: no formula for the cost of a head of {mixer!r}, only of {', '.join(PER_HEAD)}")
-    return PER_HEAD[mixer](size)
+    if mixer in PER_HEAD:
+        return PER_HEAD[mixer](size)
+    known = getattr(mixer_class(mixer), "operations", None)
+    if known is None:
+        raise ValueError(
+            f"mixers: no formula for the cost of a head of {mixer!r}, only of {', '.join(PER_HEAD)}; "
+            "its class can say it in `operations`"
+        )
+    return Cost(*known(size.key, size.value))
 
 
-def layer_cost(config: ModelConfig, mixer: str, position: int, steps: int | None = None) -> Cost:
+def layer_cost(
+    config: ModelConfig, mixer: str, position: int, steps: int | None = None, *, direct: bool = False
+) -> Cost:
     """The cost of one layer with this mixer at the token in this `position`, counted from one.
 
-    `steps` is how many steps mesa's solver takes; None for the most that it may take.
+    `steps` is how many steps mesa's solver takes; None for the most that it may take. With `direct` it solves directly,
+    as it does while decoding under the preconditioner "auto".
     """
     check_in_range("position", position, low=1)
     if mixer == "hawk":
@@ -139,7 +161,7 @@ def layer_cost(config: ModelConfig, mixer: str, position: int, steps: int | None
         channels = hawk_state_size(config)
         return Cost(5 * channels, 0, channels)
     steps = config.inference_solver.max_steps if steps is None else steps
-    size = Sizes(config.key_size, config.head_value_size, position, steps)
+    size = Sizes(config.key_size, config.head_value_size, position, None if direct else steps)
     if mixer == "sliding_window":
         cost = _attention(min(position, config.window), size)
         # The token itself is looked at, but need not be kept for longer than window - 1 further tokens.
@@ -148,9 +170,10 @@ def layer_cost(config: ModelConfig, mixer: str, position: int, steps: int | None
     return head_cost(mixer, size).times(config.heads)
 
 
-def rule_cost(config: ModelConfig, position: int, steps: int | None = None) -> Cost:
+def rule_cost(config: ModelConfig, position: int, steps: int | None = None, *, direct: bool = False) -> Cost:
     """The cost of the rules of all layers of a model."""
-    layers = [layer_cost(config, config.mixer_of(layer), position, steps) for layer in range(config.layers)]
+    names = [config.mixer_of(layer) for layer in range(config.layers)]
+    layers = [layer_cost(config, name, position, steps, direct=direct) for name in names]
     return Cost(*(sum(column) for column in zip(*layers, strict=True)))
 
 
@@ -179,6 +202,8 @@ class ModelCost:
     """Operations of the state update, mean over the layers."""
     layer_output: float
     """Operations of the output, mean over the layers."""
+    layer_output_direct: float
+    """The same where mesa solves directly, as it does while decoding unless it is told otherwise."""
     layer_state: float
     """Numbers in the state of the rule, mean over the layers."""
     state: int
@@ -210,6 +235,7 @@ def model_cost(config: ModelConfig, position: int, steps: int | None = None) -> 
         parameters=parameters,
         layer_update=rule.update / config.layers,
         layer_output=rule.output / config.layers,
+        layer_output_direct=rule_cost(config, position, direct=True).output / config.layers,
         layer_state=rule.state / config.layers,
         state=rule.state,
         rule=rule.update + rule.output,

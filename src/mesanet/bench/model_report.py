@@ -67,18 +67,31 @@ def cost_table(record: dict[str, Any]) -> Any:
     table = Table(
         title=f"Cost of a token, {record['settings']['preset']} (from the config)",
         caption=f"Operations that bring a layer's state up to date and read its output; mesa takes {solver} solver "
-        "steps. State counts numbers. Model adds projections, MLPs and logits.",
+        "steps, or solves directly, as it does while generating. State counts numbers. Model adds projections, MLPs "
+        "and logits.",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     table.add_column("mixer", no_wrap=True)
-    for column in ("at", "layer update", "layer output", "layer state", "model state", "model", "of it rules"):
+    for column in (
+        "at",
+        "layer update",
+        "layer output",
+        "solved directly",
+        "layer state",
+        "model state",
+        "model",
+        "of it rules",
+    ):
         table.add_column(column, justify="right")
     for row in record["costs"]:
         table.add_row(
             row["mixers"],
             str(row["position"]),
-            *(short(row[name]) for name in ("layer_update", "layer_output", "layer_state", "state", "total")),
+            *(short(row[name]) for name in ("layer_update", "layer_output")),
+            # Records of earlier versions do not have it.
+            short(row["layer_output_direct"]) if "layer_output_direct" in row else "",
+            *(short(row[name]) for name in ("layer_state", "state", "total")),
             f"{row['rule'] / row['total']:.1%}",
         )
     return table

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Literal
 
 from mesanet.config.base import ConfigError, check_fields, check_in_range, check_not_empty, check_positive
+
+MIXER_NAMES = (
+    "attention",
+    "sliding_window",
+    "mamba2",
+    "gla",
+    "deltanet",
+    "gated_deltanet",
+    "mlstm",
+    "hawk",
+    "longhorn",
+    "mesa",
+    "mesa_rls",
+)
+"""The mixers that the library has: a config can tell a misspelt name without importing any of them."""
+SMALLEST_RIDGE = 1e-6
+"""Keys have length one: float32 loses a smaller regulariser beside their squares."""
+_accepted: list[Collection[str]] = [MIXER_NAMES]
+
+
+def accept_mixers(table: Collection[str]) -> None:
+    """Accept the names in this table too, as it is whenever a config is made."""
+    _accepted.append(table)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +90,10 @@ class ModelConfig:
     gamma_cap: float = 0.9975
     """Upper bound of mesa's forget gate at write = 1: gamma <- gamma * (1 - (1 - cap) * write^2); 1 for none."""
     gamma_range: Literal["positive", "signed"] = "positive"
-    """Range of the scalar forget gates: "positive" is (0, 1), "signed" is (-1, 1), for state tracking."""
+    """Range of the scalar forget gates: "positive" is (0, 1), "signed" is (-1, 1), for state tracking.
+
+    Signed gates can make mesa's systems indefinite unless the ridge is large: see docs/models.md.
+    """
     forget_bias: tuple[float, float] = (3.0, 6.0)
     """Bias of the forget gates at the start, spread evenly over the heads from the first value to the second."""
     hawk_multiplier: float | None = None
@@ -79,6 +108,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_not_empty("mixers", self.mixers)
+        for name in self.mixers:
+            _check_mixer(name)
         for name in ("width", "layers", "heads", "key_size", "vocabulary", "window", "convolution_width"):
             check_positive(name, getattr(self, name))
         for name in ("mlp_multiplier", "rope_base", "ridge_initial", "logits_cap", "norm_epsilon"):
@@ -86,6 +117,10 @@ class ModelConfig:
         for name in ("value_size", "hawk_multiplier"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
+        check_in_range("ridge_initial", self.ridge_initial, SMALLEST_RIDGE)
+        for position, bias in enumerate(self.forget_bias):
+            if not math.isfinite(bias):
+                raise ConfigError(f"forget_bias[{position}]", f"got {bias!r}, expected a finite number")
         check_in_range("ridge_lower_bound", self.ridge_lower_bound, 0, self.ridge_initial, high_open=True)
         check_in_range("gamma_cap", self.gamma_cap, 0, 1, low_open=True)
         if self.key_size % 2 and {"attention", "sliding_window"} & set(self.mixers):
@@ -104,3 +139,13 @@ class ModelConfig:
     def mixer_of(self, layer: int) -> str:
         """Name of the mixer in this layer."""
         return self.mixers[layer % len(self.mixers)]
+
+
+def _check_mixer(name: str) -> None:
+    """Refuse a name that no table has, and suggest the nearest one."""
+    if any(name in table for table in _accepted):
+        return
+    names = list(dict.fromkeys(known for table in _accepted for known in table))
+    close = get_close_matches(name, names, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError("mixers", f"got {name!r}, expected some of {', '.join(names)}{hint}")

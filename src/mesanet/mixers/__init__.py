@@ -1,12 +1,14 @@
 """The sequence mixers, by name.
 
-Adding one: write a class with `mix` (or a whole `forward`), and add a line to the table. docs/models.md shows it.
+Adding one: write a class with `mix` (or a whole `forward`), and add a line to the table, and its name to MIXER_NAMES in
+`config/model.py`, which tells a misspelt name before any mixer is imported. docs/models.md shows it.
 """
 
 from __future__ import annotations
 
 from difflib import get_close_matches
 
+from mesanet.config.model import accept_mixers
 from mesanet.mixers.attention import Attention, SlidingWindow
 from mesanet.mixers.base import Gates as Gates
 from mesanet.mixers.base import HeadMixer as HeadMixer
@@ -31,6 +33,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "mesa": Mesa,
     "mesa_rls": RecursiveMesa,
 }
+
+accept_mixers(MIXERS)
 
 
 def mixer_class(name: str) -> type[Mixer]:

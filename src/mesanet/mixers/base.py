@@ -58,9 +58,17 @@ class Mixer(nn.Module):
     undecayed: ClassVar[tuple[str, ...]] = ()
     """Which of its own parameters, not those of its layers, weight decay leaves alone."""
 
+    signed_gates: ClassVar[bool] = False
+    """Whether its forget gates can be negative, for `gamma_range="signed"`."""
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
+        if config.gamma_range == "signed" and not self.signed_gates:
+            name = config.mixer_of(layer)
+            raise ValueError(f"gamma_range: got 'signed', but {name} has no signed forget gate; it takes 'positive'")
         self.layer = layer
+        self.backend = "auto"
+        """Which form of the op the rule runs in: "auto", or "reference" for one token after the other."""
         self.observer: Callable[[Observation], None] | None = None
 
     def forward(self, x: Tensor, layout: Layout, state: Any) -> tuple[Tensor, Any]:
@@ -97,6 +105,11 @@ class HeadMixer(Mixer):
         self.norm = RMSNorm(heads, values, epsilon=config.norm_epsilon)
         self.output = Linear(heads * values, config.width, gain=2 / config.layers)
         self.reset_parameters()
+
+    operations: ClassVar[Callable[[int, int], tuple[int, int, int]] | None] = None
+    """What a head costs for each token, for `mesanet bench model`: a function of the key and the value size that gives
+    the operations of the state update and of the output, and the numbers in the state. The mixers that the library has
+    keep theirs in `bench/costs.py`, where they are counted."""
 
     def reset_parameters(self) -> None:
         """Set what is not drawn by the layers themselves."""

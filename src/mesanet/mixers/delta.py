@@ -14,11 +14,21 @@ from mesanet.ops.delta_rule import gated_delta_rule
 class GatedDeltaNet(HeadMixer):
     """Forget, then correct what the state answers to k_t towards v_t by the input gate."""
 
+    signed_gates = True
+
     def mix(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """The delta rule with whatever gates there are."""
         assert gates.write is not None
         return gated_delta_rule(
-            q, k, v, gates.log_decay, gates.write, state=state, cu_seqlens=layout.cu_seqlens, sign=gates.sign
+            q,
+            k,
+            v,
+            gates.log_decay,
+            gates.write,
+            state=state,
+            cu_seqlens=layout.cu_seqlens,
+            backend=self.backend,
+            sign=gates.sign,
         )
 
 
@@ -26,3 +36,4 @@ class DeltaNet(GatedDeltaNet):
     """The delta rule without forgetting."""
 
     forgets = False
+    signed_gates = False

@@ -78,7 +78,11 @@ class Hawk(Mixer):
         gated = wide(u) * torch.sigmoid(wide(self.input_gate(u)))
         with own_precision(x):
             hidden, after = rg_lru(
-                layout.blank(gated), layout.blank(log_decay), state=before, cu_seqlens=layout.cu_seqlens
+                layout.blank(gated),
+                layout.blank(log_decay),
+                state=before,
+                cu_seqlens=layout.cu_seqlens,
+                backend=self.backend,
             )
         mixed: Tensor = self.output(hidden.to(x.dtype) * F.gelu(self.branch(x), approximate="tanh"))
         return mixed, (convolved, after)

@@ -24,23 +24,41 @@ class Mamba2(HeadMixer):
     """kv <- gamma kv + k v^T: a forget gate only, as the paper defines it."""
 
     writes = False
+    signed_gates = True
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """Linear attention without an input gate."""
         assert gates.log_decay is not None
         return gated_linear_attention(
-            q, k, v, gates.log_decay, state=state, cu_seqlens=layout.cu_seqlens, sign=gates.sign
+            q,
+            k,
+            v,
+            gates.log_decay,
+            state=state,
+            cu_seqlens=layout.cu_seqlens,
+            backend=self.backend,
+            sign=gates.sign,
         )
 
 
 class GLA(HeadMixer):
     """kv <- gamma kv + write k v^T."""
 
+    signed_gates = True
+
     def mix(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """Linear attention with both gates."""
         assert gates.log_decay is not None
         return gated_linear_attention(
-            q, k, v, gates.log_decay, gates.write, state=state, cu_seqlens=layout.cu_seqlens, sign=gates.sign
+            q,
+            k,
+            v,
+            gates.log_decay,
+            gates.write,
+            state=state,
+            cu_seqlens=layout.cu_seqlens,
+            backend=self.backend,
+            sign=gates.sign,
         )
 
 
@@ -51,8 +69,6 @@ class MLSTM(HeadMixer):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
-        if self.signed:
-            raise ValueError("gamma_range: mlstm has no signed forget gate, only 'positive'")
         self.scale = 1 / math.sqrt(config.key_size)
 
     def gates(self, x: Tensor, layout: Layout) -> Gates:
@@ -68,7 +84,16 @@ class MLSTM(HeadMixer):
         """The stabilised recurrence."""
         assert gates.log_decay is not None
         assert gates.write is not None
-        return mlstm(q * self.scale, k, v, gates.log_decay, gates.write, state=state, cu_seqlens=layout.cu_seqlens)
+        return mlstm(
+            q * self.scale,
+            k,
+            v,
+            gates.log_decay,
+            gates.write,
+            state=state,
+            cu_seqlens=layout.cu_seqlens,
+            backend=self.backend,
+        )
 
 
 class Longhorn(HeadMixer):
@@ -80,4 +105,4 @@ class Longhorn(HeadMixer):
         """One precision per head, shared by the value channels."""
         assert gates.write is not None
         precision = gates.write.unsqueeze(-1).expand(v.shape)
-        return longhorn(q, k, v, precision, state=state, cu_seqlens=layout.cu_seqlens)
+        return longhorn(q, k, v, precision, state=state, cu_seqlens=layout.cu_seqlens, backend=self.backend)

@@ -48,7 +48,12 @@ class RidgeMixer(HeadMixer):
 
 
 class Mesa(RidgeMixer):
-    """Ridge regression over all tokens so far, solved at every token."""
+    """Ridge regression over all tokens so far, solved at every token.
+
+    With signed forget gates the ridge has to be large enough to keep the systems positive definite.
+    """
+
+    signed_gates = True
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -85,6 +90,7 @@ class Mesa(RidgeMixer):
             state=state,
             solver=self.solver,
             cu_seqlens=layout.cu_seqlens,
+            backend=self.backend,
             sign=gates.sign,
         )
         self.observe(q, k, v, gates, layout, ridge=ridge, steps=out.steps)
