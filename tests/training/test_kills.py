@@ -8,12 +8,14 @@ import shutil
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.training.tiny import assert_same_weights, metrics, start, tiny_run
 
+from mesanet.config.data import PrepareConfig
 from mesanet.config.training import RunConfig
 from mesanet.training.checkpoint import damage, list_checkpoints
 from mesanet.training.run import train
@@ -86,47 +88,82 @@ def test_a_run_can_be_killed_before_every_change_it_makes(tiny_data: Path, tmp_p
     assert 40 < check_every_change(short_run(tiny_data), tmp_path, below="", most=1000) < 1000
 
 
-def kill_and_resume(config: RunConfig, folder: Path, finished: Path, kills: int, longest: float) -> Path:
+def kill_and_resume(
+    config: RunConfig, folder: Path, kills: int, longest: float, preparing: int = 0
+) -> tuple[Path, list[float]]:
     """Kill a run so many times, each time at a moment drawn from its first `longest` seconds, start-up included.
 
-    A run that is done before its moment has come does not count: it is checked, and the next one begins anew.
+    The first `preparing` kills have to fall into the preparation of the data. A run that is done, or prepared, before
+    its moment has come does not count: the next one begins anew. Returns the last run and all moments that counted.
     """
     draw = random.Random(kills)
-    run, hits, ends = folder / "0", 0, 0
-    while hits < kills:
+    run, moments, missed = folder / "0", list[float](), 0
+    while len(moments) < kills:
+        prepares = len(moments) < preparing
+        moment = draw.uniform(0, longest / 4 if prepares else longest)
         process = start(train_quietly, config, run)
-        time.sleep(draw.uniform(0, longest))
+        process.join(moment)
         process.kill()
         process.join()
         check_whole(run)
-        if process.exitcode == 0:
-            ends += 1
-            assert ends < kills, "the moments are too late for this run"
-            assert_same_weights(run / "model", finished / "model")
-            run = folder / str(ends)
+        if process.exitcode == 0 or (prepares and is_prepared(config)):
+            missed += 1
+            assert missed < 3 * kills, "the moments are too late for this run"
+            run = folder / str(missed)
+            if prepares:
+                shutil.rmtree(config.data.path)
         else:
             assert process.exitcode == -signal.SIGKILL, "it was alive"
-            hits += 1
-    return run
+            moments.append(moment)
+    return run, moments
 
 
-@pytest.mark.parametrize(
-    ("kills", "settings"),
-    [
-        (4, {"steps": 12, "checkpoint_interval": 2}),
-        pytest.param(20, {"steps": 60, "checkpoint_interval": 3, "validation_interval": 10}, marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_that_is_killed_at_random_moments_ends_as_if_nothing_had_happened(
-    tiny_data: Path, tmp_path: Path, kills: int, settings: dict[str, int]
-) -> None:
-    config = tiny_run(tiny_data, **settings)
+def is_prepared(config: RunConfig) -> bool:
+    return (config.data.path / "index.json").exists()
+
+
+def run_to_the_end(config: RunConfig, out: Path) -> float:
+    """Train in a process of its own, as those that are killed, and return how long that took."""
+    # The first process of all has to wait until the modules are imported.
+    start(check_whole, out).join()
     begin = time.monotonic()
-    process = start(train_quietly, config, tmp_path / "finished")
+    process = start(train_quietly, config, out)
     process.join()
-    took = time.monotonic() - begin
-    # The kills are spread over two to three times what a run takes: over its start, its middle and its end.
-    run = kill_and_resume(config, tmp_path, tmp_path / "finished", kills, longest=5 * took / kills)
+    assert process.exitcode == 0
+    return time.monotonic() - begin
+
+
+def test_a_run_that_is_killed_at_random_moments_ends_as_if_nothing_had_happened(
+    tiny_data: Path, tmp_path: Path
+) -> None:
+    config = tiny_run(tiny_data, checkpoint_interval=2)
+    took = run_to_the_end(config, tmp_path / "finished")
+    run, _ = kill_and_resume(config, tmp_path, kills=4, longest=took)
+    train_quietly(config, run)
+    assert_same_weights(run / "model", tmp_path / "finished" / "model")
+    assert metrics(run) == metrics(tmp_path / "finished")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_kills_from_the_preparation_of_the_data_on_change_nothing(tmp_path: Path) -> None:
+    """Eight of them while the data are prepared; all the others are spread over the run, several times its length."""
+    source = tmp_path / "text.txt"
+    words = random.Random(0).choices(["mesa", "layer", "solves", "the", "ridge", "regression", "again"], k=200_000)
+    source.write_text("\n@@\n".join(" ".join(words[first : first + 50]) for first in range(0, len(words), 50)))
+
+    def run_of(data: Path) -> RunConfig:
+        config = tiny_run(data, steps=60, checkpoint_interval=3, validation_interval=10)
+        prepare = PrepareConfig(
+            sources=(str(source),), out=data, tokenizer="bytes", separator="\n@@\n", validation_fraction=0.2,
+            shard_tokens=1 << 15, workers=0,
+        )  # fmt: skip
+        return replace(config, prepare=prepare)
+
+    took = run_to_the_end(run_of(tmp_path / "data"), tmp_path / "finished")
+    config = run_of(tmp_path / "killed")
+    run, moments = kill_and_resume(config, tmp_path, kills=20, longest=took / 3, preparing=8)
+    assert len(moments) == 20
     train_quietly(config, run)
     assert_same_weights(run / "model", tmp_path / "finished" / "model")
     assert metrics(run) == metrics(tmp_path / "finished")
