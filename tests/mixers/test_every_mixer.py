@@ -331,7 +331,7 @@ def test_no_tokens_and_no_rows(name: str) -> None:
     assert model(tokens(0, 5))[0].shape == (0, 5, VOCABULARY)
 
 
-@pytest.mark.parametrize("name", ["mamba2", "gla", "deltanet", "gated_deltanet", "mesa"])
+@pytest.mark.parametrize("name", [name for name, kind in MIXERS.items() if kind.signed_gates])
 def test_signed_forget_gates(name: str) -> None:
     strong = {"ridge_initial": 50.0, "ridge_lower_bound": 49.0, "gamma_cap": 1.0, "forget_bias": (-2.0, 2.0)}
     model = build((name,), gamma_range="signed", **strong)

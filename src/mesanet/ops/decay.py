@@ -39,9 +39,7 @@ def decay_within(log_decay: Tensor, sign: Tensor | None = None, out: Tensor | No
     lose digits after a strong gate, and are NaN after a gate of zero (minus infinity minus minus infinity).
     """
     chunk = log_decay.shape[-1]
-    below = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device).tril_(-1)
-    summed = log_decay.unsqueeze(-1).expand(*log_decay.shape, chunk)
-    within: Tensor = torch.where(below, summed, log_decay.new_zeros(()), out=out)
+    within: Tensor = torch.tril(log_decay.unsqueeze(-1).expand(*log_decay.shape, chunk), -1, out=out)
     within.cumsum_(-2).exp_().tril_()
     if sign is not None:
         parity = sign.cumprod(-1)

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from mesanet.ops.chunks import ChunkLayout
 from mesanet.ops.derivatives import first_derivative_only
-from mesanet.ops.mesa_gradient import solve_errors, spread_errors
-from mesanet.ops.mesa_tiles import MesaChunks, Tile
+from mesanet.ops.mesa_gradient import MesaGradients
+from mesanet.ops.mesa_problems import MesaChunks, Problems, chunks_first
+from mesanet.ops.mesa_tiles import plan_tiles, problems_at_once
 from mesanet.ops.precision import own_precision
 from mesanet.ops.ridge_system import RidgeSystems
 from mesanet.ops.solver import ConjugateGradient, solve
 from mesanet.ops.state import MesaState
+from mesanet.ops.workspace import Workspace
 
 
 class ChunkedMesa(torch.autograd.Function):
@@ -40,31 +42,46 @@ class ChunkedMesa(torch.autograd.Function):
         layout: ChunkLayout,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the output [B, T, H, V], the states after the last token, and the steps [B, T, H]."""
-        chunks, after = MesaChunks.build(k, v, log_decay, write, ridge, sign, MesaState(kk, kv), layout)
-        queries = layout.view(layout.pad(q))
+        chunks = MesaChunks.cut(k, v, log_decay, write, ridge, sign, MesaState(kk, kv), layout)
+        queries = chunks_first(layout, layout.pad(q))
         padded_output = torch.empty_like(layout.pad(v), memory_format=torch.contiguous_format)
-        output = layout.view(padded_output)
+        output = chunks_first(layout, padded_output)
         steps = torch.empty_like(chunks.write, dtype=torch.int32)
-        tiles = chunks.tiles(solver)
-        keep = any(ctx.needs_input_grad)
-        solved = chunks.bank.new_empty(*steps.shape, q.shape[-1]) if keep else None
+        final = MesaState(kk.clone(), kv.clone())
+        workspace = Workspace(kk.dtype, kk.device)
+        precondition = solver.preconditioner == "auto" and solver.max_steps > 0 and sign is None
+        groups = plan_tiles(
+            chunks.log_decay.sum(dim=-1), problems_at_once(layout, k.shape[-1], v.shape[-1], kk), precondition
+        )
+        keep = any(ctx.needs_input_grad) and len(groups) > 0
+        last = groups[-1][-1] if keep else None
+        solved = None if last is None else kk.new_empty(last.problems.stop, layout.chunk, k.shape[-1])
+        starts_kk, starts_kv = (
+            None if last is None else state.new_empty(last.starts.stop, *state.shape[2:]) for state in (kk, kv)
+        )
         preconditioners = []
-        for tile in tiles:
-            systems = chunks.systems(tile)
-            rhs = tile.gather(queries, "rhs")
-            solution = solve(systems, rhs, solver, tile.workspace)
-            steps[tile.where] = solution.steps
-            tile.scatter(output, _read(systems, solution.value, chunks, tile))
-            if solved is not None:
-                solved[tile.where] = solution.value
-                preconditioners.append(systems.preconditioner)
+        for group in groups:
+            carried: MesaState | None = None
+            for tile in group:
+                if carried is not None and starts_kk is not None and starts_kv is not None:
+                    starts_kk[tile.starts], starts_kv[tile.starts] = carried
+                problems = chunks.load(tile, carried, workspace, final)
+                carried = problems.after
+                systems = problems.systems(problems.preconditioner(tile.slow))
+                rhs = tile.gather(queries, workspace.room("rhs", *problems.keys.shape))
+                solution = solve(systems, rhs, solver, workspace)
+                tile.put(steps, solution.steps)
+                tile.scatter(output, _read(problems, systems, solution.value))
+                if solved is not None:
+                    solved[tile.problems] = solution.value
+                    preconditioners.append(systems.preconditioner)
 
-        ctx.save_for_backward(*chunks.tensors(), solved)
-        ctx.layout, ctx.solver, ctx.tiles, ctx.preconditioners = layout, solver, tiles, preconditioners
+        ctx.save_for_backward(k, v, log_decay, write, ridge, sign, kk, kv, solved, starts_kk, starts_kv)
+        ctx.layout, ctx.solver, ctx.groups, ctx.preconditioners = layout, solver, groups, preconditioners
         ctx.dtypes = [tensor.dtype for tensor in (q, k, v, log_decay, write, ridge, kk, kv)]
-        merged_steps = layout.merge(steps.unflatten(0, chunks.grid), torch.int32)
+        merged_steps = layout.merge(steps.movedim(2, 0).movedim(1, 2), torch.int32)
         ctx.mark_non_differentiable(merged_steps)
-        return layout.unpad(padded_output), after.kk, after.kv, merged_steps
+        return layout.unpad(padded_output), final.kk, final.kv, merged_steps
 
     @staticmethod
     @first_derivative_only("mesanet.mesa")
@@ -73,40 +90,28 @@ class ChunkedMesa(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Gradients for the eight tensors of `forward`."""
         with own_precision(grad_output.device):
-            *inputs, solved = ctx.saved_tensors
-            layout = ctx.layout
-            chunks = MesaChunks.from_tensors(inputs)
-            errors = layout.view(layout.pad(grad_output))
-            padded_solved_errors = solved.new_empty(layout.rows, layout.chunks * layout.chunk, *chunks.ridge.shape)
-            solved_errors = layout.view(padded_solved_errors)
-            from_state = torch.empty_like(chunks.write)
-            grad_ridge = solved.new_empty(solved.shape[0], solved.shape[-1])
-            for tile, preconditioner in zip(ctx.tiles, ctx.preconditioners, strict=True):
-                systems = chunks.systems(tile, preconditioner)
-                e_star, from_state[tile.where], grad_ridge[tile.where] = solve_errors(
-                    systems, chunks, tile, errors, solved, ctx.solver
-                )
-                tile.scatter(solved_errors, e_star)
-            arriving = MesaState(grad_kk, grad_kv)
-            spread = spread_errors(chunks, layout, errors, solved, solved_errors, from_state, arriving)
-            grads = [
-                layout.unpad(padded_solved_errors),
-                layout.unpad(spread.keys),
-                layout.unpad(spread.values),
-                layout.merge(spread.log_decay, ctx.dtypes[3]),
-                layout.merge(spread.write, ctx.dtypes[4]),
-                grad_ridge.unflatten(0, chunks.grid).sum((0, 2)),
-                spread.state.kk,
-                spread.state.kv,
-            ]
-            return (*(grad.to(dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True)), None, None, None)
+            k, v, log_decay, write, ridge, sign, kk, kv, solved, starts_kk, starts_kv = ctx.saved_tensors
+            layout: ChunkLayout = ctx.layout
+            chunks = MesaChunks.cut(k, v, log_decay, write, ridge, sign, MesaState(kk, kv), layout)
+            workspace = Workspace(kk.dtype, kk.device)
+            grads = MesaGradients.begin(chunks, layout, ctx.solver, grad_output, MesaState(grad_kk, grad_kv), workspace)
+            remaining = list(ctx.preconditioners)
+            for group in reversed(ctx.groups):
+                carried: MesaState | None = None
+                for tile in reversed(group):
+                    start = None
+                    if tile is not group[0]:
+                        start = MesaState(starts_kk[tile.starts], starts_kv[tile.starts])
+                    problems = chunks.load(tile, start, workspace, None)
+                    systems = problems.systems(remaining.pop())
+                    carried = grads.add(tile, problems, systems, solved[tile.problems], carried)
+            return (*grads.merged(ctx.dtypes), None, None, None)
 
 
-def _read(systems: RidgeSystems, solved: Tensor, chunks: MesaChunks, tile: Tile) -> Tensor:
+def _read(problems: Problems, systems: RidgeSystems, solved: Tensor) -> Tensor:
     """G_t solved_t for every token: one step of gated linear attention with the solved queries."""
-    room = tile.workspace.room
-    kv, values = tile.take(chunks.kv, "kv"), tile.gather(chunks.values, "values")
-    weighted = torch.mul(solved, systems.from_start, out=room("weighted", *solved.shape))
-    output = torch.bmm(weighted, kv, out=room("output", *values.shape))
-    scores = torch.bmm(solved, systems.keys.mT, out=room("scores", *systems.weights.shape))
-    return output.baddbmm_(scores.mul_(systems.weights), values)
+    room = problems.workspace.room
+    weighted = torch.mul(solved, systems.from_start, out=room("direction", *solved.shape))
+    output = torch.bmm(weighted, problems.states.kv, out=room("output", *problems.values.shape))
+    scores = torch.bmm(solved, problems.keys_transposed, out=room("scores", *problems.weights.shape))
+    return output.baddbmm_(scores.mul_(problems.weights), problems.values)

@@ -1,4 +1,4 @@
-"""The two halves of the Mesa rule's backward pass.
+"""The backward pass of the Mesa rule.
 
 With x_t = (H_t + ridge)^-1 q_t the solved query, e_t the error that comes in at token t, and e*_t the second solve,
 
@@ -9,197 +9,197 @@ a token s reaches the loss through every later read-out t, with weight zeta_ts:
     dL/dv_s     = write_s sum_t zeta_ts e_t (x_t . k_s)
     dL/dk_s     = write_s sum_t zeta_ts (x_t (e_t . v_s) - e*_t (x_t . k_s) - x_t (e*_t . k_s))
     dL/dwrite_s =         sum_t zeta_ts (x_t . k_s) (e_t . v_s - e*_t . k_s).
+
+What later chunks add to these sums arrives as the gradient for the state at the end of the chunk, which is carried
+from chunk to chunk against the order of time, a tile at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mesanet.ops.blocks import crossing
 from mesanet.ops.chunks import ChunkLayout
-from mesanet.ops.decay import ChunkDecay, chunk_decay
-from mesanet.ops.mesa_tiles import MesaChunks, Tile
+from mesanet.ops.mesa_problems import MesaChunks, Problems, chunks_first
+from mesanet.ops.mesa_tiles import Tile
 from mesanet.ops.ridge_system import RidgeSystems
 from mesanet.ops.solver import ConjugateGradient, solve
 from mesanet.ops.state import MesaState
 from mesanet.ops.workspace import Workspace
 
 
-class InputGradients(NamedTuple):
-    """What `spread_errors` returns."""
+@dataclass(frozen=True, kw_only=True)
+class MesaGradients:
+    """The gradients of all inputs, filled in tile by tile."""
 
+    chunks: MesaChunks
+    layout: ChunkLayout
+    solver: ConjugateGradient
+    workspace: Workspace
+    errors: Tensor
+    """[N, H, R, C, V] the gradient for the output."""
+    final: MesaState
+    """[S, H, ...] the gradient for the state after the last token."""
+    queries: Tensor
+    """[R, N * C, H, K]"""
     keys: Tensor
     """[R, N * C, H, K]"""
     values: Tensor
     """[R, N * C, H, V]"""
     log_decay: Tensor
-    """[R, H, N, C]"""
+    """[N, H, R, C]"""
     write: Tensor
-    """[R, H, N, C]"""
-    state: MesaState
-    """For the initial state."""
-
-
-def solve_errors(
-    systems: RidgeSystems, chunks: MesaChunks, tile: Tile, errors: Tensor, solved: Tensor, solver: ConjugateGradient
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The second solve for a tile.
-
-    Returns e* [n, C, K], what each token's loss owes to the state at the start of its chunk [n, C], and the gradient
-    for the ridge [n, K]. `errors` are [R, H, N, C, V], `solved` [P, C, K].
-    """
-    room = tile.workspace.room
-    kv, x = tile.take(chunks.kv, "kv"), tile.take(solved, "x")
-    error, values = tile.gather(errors, "error"), tile.gather(chunks.values, "values")
-    through_state = torch.bmm(error, kv.mT, out=room("through_state", *x.shape))
-    scores = torch.bmm(error, values.mT, out=room("scores", *systems.weights.shape)).mul_(systems.weights)
-    rhs = torch.mul(through_state, systems.from_start, out=room("rhs", *x.shape)).baddbmm_(scores, systems.keys)
-    e_star = solve(systems, rhs, solver, tile.workspace).value
-    through_state.baddbmm_(e_star, systems.kk, alpha=-1)
-    owed = through_state.mul_(x).sum(-1).mul_(systems.from_start.squeeze(-1))
-    grad_ridge = torch.mul(x, e_star, out=through_state).sum(1).neg_()
-    return e_star, owed, grad_ridge
-
-
-def spread_errors(
-    chunks: MesaChunks,
-    layout: ChunkLayout,
-    errors: Tensor,
-    solved: Tensor,
-    solved_errors: Tensor,
-    owed: Tensor,
-    arriving: MesaState,
-) -> InputGradients:
-    """Gradients of everything but the queries and the ridge, chunk by chunk against the order of time.
-
-    `errors` [R, H, N, C, V] come in at the output, `arriving` [S, H, ...] at the state after the last token; `solved`
-    [P, C, K], `solved_errors` [R, H, N, C, K] and `owed` [P, C] are what `solve_errors` takes and gives. What reaches
-    the end of a chunk from later tokens is carried along, so no more than one chunk of it is ever held.
-    """
-    rows, heads, count = chunks.grid
-    time, dtype, device = count * layout.chunk, solved.dtype, solved.device
-    padded_keys = torch.empty(rows, time, heads, solved.shape[-1], dtype=dtype, device=device)
-    padded_values = torch.empty(rows, time, heads, errors.shape[-1], dtype=dtype, device=device)
-    grad_keys, grad_values = layout.view(padded_keys), layout.view(padded_values)
-    grad_log_decay = torch.empty(chunks.write.shape, dtype=dtype, device=device).unflatten(0, chunks.grid)
-    grad_write = torch.empty_like(grad_log_decay)
-    initial = MesaState(arriving.kk.clone(), arriving.kv.clone())
-    workspace = Workspace(dtype, device)
-    x, owed = solved.unflatten(0, chunks.grid), owed.unflatten(0, chunks.grid)
-    for block in _blocks(rows, heads, chunks.problems_at_once()):
-        for chunk, segment in layout.backwards():
-            sequences = (segment.sequences if rows == 1 else block[0], block[1])
-            if chunk == segment.end - 1:
-                later = MesaState(*(tensor[sequences].flatten(0, 1).clone() for tensor in arriving))
-            here = (*block, chunk)
-            piece = _ChunkErrors.gather(chunks, here, x, errors, solved_errors, owed, workspace)
-            for grad, own in zip(
-                (grad_keys, grad_values, grad_log_decay, grad_write), piece.gradients(later), strict=True
-            ):
-                grad[here] = own.view(grad[here].shape)
-            piece.carry(later)
-            if chunk == segment.begin:
-                for whole, own in zip(initial, later, strict=True):
-                    whole[sequences] = own.view(whole[sequences].shape)
-    return InputGradients(padded_keys, padded_values, grad_log_decay, grad_write, initial)
-
-
-def _blocks(rows: int, heads: int, fitting: int) -> Iterator[tuple[slice, slice]]:
-    """Blocks of rows and heads that together cover all of them, of about `fitting` each."""
-    row_count, head_count = max(1, fitting // max(1, heads)), min(heads, fitting)
-    for row in range(0, rows, row_count):
-        for head in range(0, heads, head_count):
-            yield slice(row, min(rows, row + row_count)), slice(head, min(heads, head + head_count))
-
-
-class _ChunkErrors(NamedTuple):
-    """All that the gradients of n problems, one chunk of as many rows and heads, depend on."""
-
-    bank: Tensor
-    kv: Tensor
-    values: Tensor
-    write: Tensor
-    decay: ChunkDecay
-    x: Tensor
-    e: Tensor
-    e_star: Tensor
-    owed: Tensor
-    workspace: Workspace
+    """[N, H, R, C]"""
+    ridge: Tensor
+    """[H, K]"""
+    initial: MesaState
+    """[S, H, ...]"""
 
     @staticmethod
-    def gather(
+    def begin(
         chunks: MesaChunks,
-        here: tuple[slice, slice, int],
-        x: Tensor,
-        errors: Tensor,
-        solved_errors: Tensor,
-        owed: Tensor,
+        layout: ChunkLayout,
+        solver: ConjugateGradient,
+        grad_output: Tensor,
+        final: MesaState,
         workspace: Workspace,
-    ) -> _ChunkErrors:
-        """The problems of a block of rows and heads at one chunk; the big tensors are [R, H, N, ...]."""
-        bank, kv, write, log_decay = (
-            tensor.unflatten(0, chunks.grid)[here].flatten(0, 1)
-            for tensor in (chunks.bank, chunks.kv, chunks.write, chunks.log_decay)
-        )
-        sign = None if chunks.sign is None else chunks.sign.unflatten(0, chunks.grid)[here].flatten(0, 1)
-        problems, chunk = write.shape
-
-        def copied(name: str, view: Tensor) -> Tensor:
-            source = view[here]
-            return workspace.room(name, *source.shape).copy_(source).flatten(0, 1)
-
-        return _ChunkErrors(
-            bank=bank,
-            kv=kv,
-            values=copied("values", chunks.values),
-            write=write,
-            decay=chunk_decay(log_decay, sign, workspace.room("within", problems, chunk, chunk)),
-            x=x[here].flatten(0, 1),
-            e=copied("e", errors),
-            e_star=copied("e_star", solved_errors),
-            owed=owed[here].flatten(0, 1),
+    ) -> MesaGradients:
+        """Room for the gradients; a sequence without tokens passes on what arrives for its state."""
+        like, time = final.kk, layout.chunks * layout.chunk
+        heads, key, value = final.kv.shape[1:]
+        return MesaGradients(
+            chunks=chunks,
+            layout=layout,
+            solver=solver,
             workspace=workspace,
+            errors=chunks_first(layout, layout.pad(grad_output)),
+            final=final,
+            queries=like.new_empty(layout.batch, time, heads, key),
+            keys=like.new_empty(layout.batch, time, heads, key),
+            values=like.new_empty(layout.batch, time, heads, value),
+            log_decay=torch.empty_like(chunks.log_decay),
+            write=torch.empty_like(chunks.write),
+            ridge=torch.zeros_like(chunks.ridge),
+            initial=MesaState(final.kk.clone(), final.kv.clone()),
         )
 
-    def gradients(self, later: MesaState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of keys, values, log decays and write gates; `later` is what arrives at the end of the chunk."""
-        room, size = self.workspace.room, self.bank.shape[-1]
-        keys, within, square = self.bank[:, size:], self.decay.within, self.decay.within.shape
-        end, weight = self.decay.to_end.unsqueeze(-1), self.write.unsqueeze(-1)
+    def merged(self, dtypes: list[torch.dtype]) -> Iterator[Tensor]:
+        """The gradients in the shapes of the inputs, and in these dtypes."""
+        layout = self.layout
+        gates = (gate.movedim(2, 0).movedim(1, 2) for gate in (self.log_decay, self.write))
+        tokens = (layout.unpad(tensor) for tensor in (self.queries, self.keys, self.values))
+        merged = (layout.merge(gate, gate.dtype) for gate in gates)
+        for gradient, dtype in zip((*tokens, *merged, self.ridge, *self.initial), dtypes, strict=True):
+            yield gradient.to(dtype)
 
-        x_keys = torch.bmm(self.x, keys.mT, out=room("x_keys", *square))
-        misses = torch.bmm(self.e, self.values.mT, out=room("misses", *square))
-        misses.baddbmm_(self.e_star, keys.mT, alpha=-1).mul_(within)
+    def add(
+        self, tile: Tile, problems: Problems, systems: RidgeSystems, solved: Tensor, carried: MesaState | None
+    ) -> MesaState:
+        """Work through a tile, of which `solved` [n, C, K] are the solved queries.
+
+        `carried` [h * r, ...] is what the tile after it in time returned: the gradient for the state between them.
+        """
+        room, layout = self.workspace.room, self.layout
+        work = _TileErrors(problems, systems, solved, tile.gather(self.errors, room("e", *problems.values.shape)))
+        e_star, owed = work.solve_errors(self.solver)
+        tile.scatter(chunks_first(layout, self.queries), e_star)
+        heads, rows = tile.grid[1:]
+        ridge = work.grad_ridge(e_star).unflatten(0, tile.grid).sum((0, 2))
+        self.ridge[list(tile.heads)] += ridge
+
+        chunks, size, width = tile.grid[0], problems.keys.shape[-1], problems.values.shape[-1]
+        arriving = MesaState(
+            room("grad kk", chunks + 1, heads * rows, size, size),
+            room("grad kv", chunks + 1, heads * rows, size, width),
+        )
+        self._carry(tile, work, e_star, arriving, carried)
+        at_end = MesaState(arriving.kk[1:].flatten(0, 1), arriving.kv[1:].flatten(0, 1))
+        keys, values, log_decay, write = work.gradients(e_star, owed, at_end)
+        tile.scatter(chunks_first(layout, self.keys), keys)
+        tile.scatter(chunks_first(layout, self.values), values)
+        tile.put(self.log_decay, log_decay)
+        tile.put(self.write, write)
+        return MesaState(arriving.kk[0], arriving.kv[0])
+
+    def _carry(
+        self, tile: Tile, work: _TileErrors, e_star: Tensor, arriving: MesaState, carried: MesaState | None
+    ) -> None:
+        """Fill in what arrives at the boundaries of chunks [G + 1, h * r, ...] from all later tokens."""
+        chunks, heads, rows = tile.grid
+        x, decay = work.x, work.problems.decay
+        seen = torch.mul(x, decay.from_start.unsqueeze(-1), out=self.workspace.room("product", *x.shape)).mT
+        kept = decay.from_start[:, -1].view(chunks, heads * rows, 1, 1).unbind()
+        for index, (state, right, sign) in enumerate(((arriving.kk, e_star, -1), (arriving.kv, work.e, 1))):
+            boundaries = state.unbind()
+            if carried is not None:
+                # First, since it may lie in the room that is filled next.
+                boundaries[chunks].copy_(carried[index])
+            torch.bmm(seen, right, out=state[:-1].flatten(0, 1)).mul_(sign)
+            for place in reversed(range(chunks)):
+                chunk = tile.chunks.start + place
+                segment, sequences = self.chunks.segments[chunk], self.chunks.sequences(tile, chunk)
+                if chunk + 1 == segment.end:
+                    final = tile.read_states(self.final[index], sequences)
+                    boundaries[place + 1].unflatten(0, (heads, rows)).copy_(final)
+                boundaries[place].addcmul_(boundaries[place + 1], kept[place])
+                if chunk == segment.begin:
+                    tile.write_states(self.initial[index], sequences, boundaries[place])
+
+
+class _TileErrors:
+    """The problems of a tile with their solved queries x [n, C, K] and errors e [n, C, V]."""
+
+    def __init__(self, problems: Problems, systems: RidgeSystems, x: Tensor, e: Tensor) -> None:
+        self.problems, self.systems, self.x, self.e = problems, systems, x, e
+        room, values = problems.workspace.room, problems.values
+        # Products with a matrix that lies transposed in memory take twice as long.
+        values_transposed = room("values transposed", *values.mT.shape).copy_(values.mT)
+        self.overlaps = torch.bmm(e, values_transposed, out=room("overlaps", *problems.weights.shape))
+        """[n, C, C] e_t . v_s"""
+
+    def solve_errors(self, solver: ConjugateGradient) -> tuple[Tensor, Tensor]:
+        """e* [n, C, K], and what each token's loss owes to the state at the start of its chunk [n, C]."""
+        problems, from_start, x = self.problems, self.systems.from_start, self.x
+        room = problems.workspace.room
+        through_state = torch.bmm(self.e, problems.states.kv.mT, out=room("through state", *x.shape))
+        rhs = torch.mul(through_state, from_start, out=room("rhs", *x.shape))
+        scores = torch.mul(self.overlaps, problems.weights, out=room("scores", *self.overlaps.shape))
+        e_star = solve(self.systems, rhs.baddbmm_(scores, problems.keys), solver, problems.workspace).value
+        through_state.baddbmm_(e_star, problems.states.kk, alpha=-1)
+        owed = through_state.mul_(x).sum(-1).mul_(from_start.squeeze(-1))
+        return e_star, owed
+
+    def grad_ridge(self, e_star: Tensor) -> Tensor:
+        """[n, K]"""
+        return torch.mul(self.x, e_star, out=self.problems.workspace.room("product", *self.x.shape)).sum(1).neg_()
+
+    def gradients(self, e_star: Tensor, owed: Tensor, at_end: MesaState) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of keys, values, log decays and write gates; `at_end` arrives for the state at the end of each chunk."""
+        problems, decay = self.problems, self.problems.decay
+        room, square = problems.workspace.room, problems.weights.shape
+        keys, values, within, write = problems.keys, problems.values, decay.within, problems.write
+        end, weight = decay.to_end.unsqueeze(-1), write.unsqueeze(-1)
+
+        x_keys = torch.bmm(self.x, problems.keys_transposed, out=room("scores", *square))
+        misses = self.overlaps.baddbmm_(e_star, problems.keys_transposed, alpha=-1).mul_(within)
         pairs = torch.mul(x_keys, misses, out=room("pairs", *square))
         x_keys *= within
-        grad_values = torch.bmm(keys, later.kv, out=room("grad_values", *self.values.shape)).mul_(end)
+        grad_values = torch.bmm(keys, at_end.kv, out=room("output", *values.shape)).mul_(end)
         grad_values.baddbmm_(x_keys.mT, self.e)
-        grad_keys = torch.bmm(self.values, later.kv.mT, out=room("grad_keys", *keys.shape)).baddbmm_(keys, later.kk.mT)
-        given = torch.mul(keys, grad_keys, out=room("given", *keys.shape)).sum(-1).mul_(self.decay.to_end)
-        grad_keys.baddbmm_(keys, later.kk).mul_(end)
-        grad_keys.baddbmm_(misses.mT, self.x).baddbmm_(x_keys.mT, self.e_star, alpha=-1)
+        grad_keys = torch.bmm(values, at_end.kv.mT, out=room("direction", *keys.shape)).baddbmm_(keys, at_end.kk)
+        given = torch.mul(keys, grad_keys, out=room("product", *keys.shape)).sum(-1).mul_(decay.to_end)
+        grad_keys.baddbmm_(keys, at_end.kk.mT).mul_(end)
+        grad_keys.baddbmm_(misses.mT, self.x).baddbmm_(x_keys.mT, e_star, alpha=-1)
 
         grad_write = pairs.sum(1).add_(given)
-        kk = self.bank.flatten(1)[:, : size * size]
-        through = _dot(self.kv.flatten(1), later.kv.flatten(1)) + _dot(kk, later.kk.flatten(1))
-        through *= self.decay.from_start[:, -1]
-        grad_log_decay = crossing(pairs.mul_(self.write.unsqueeze(1)), self.owed, given * self.write, through)
+        through = sum(
+            torch.mul(state, later, out=room("through", *state.shape)).sum((1, 2))
+            for state, later in zip(problems.states, at_end, strict=True)
+        )
+        through = through * decay.from_start[:, -1]
+        grad_log_decay = crossing(pairs.mul_(write.unsqueeze(1)), owed, given * write, through)
         return grad_keys.mul_(weight), grad_values.mul_(weight), grad_log_decay, grad_write
-
-    def carry(self, later: MesaState) -> None:
-        """Turn what arrives at the end of the chunk into what arrives at its start, in place."""
-        total = self.decay.from_start[:, -1, None, None]
-        seen = torch.mul(
-            self.x, self.decay.from_start.unsqueeze(-1), out=self.workspace.room("given", *self.x.shape)
-        ).mT
-        later.kv.mul_(total).baddbmm_(seen, self.e)
-        later.kk.mul_(total).baddbmm_(seen, self.e_star, alpha=-1)
-
-
-def _dot(left: Tensor, right: Tensor) -> Tensor:
-    """The inner product of each row: [n, X], [n, X] -> [n]; as a matrix product, which needs no room."""
-    return torch.bmm(left.unsqueeze(1), right.unsqueeze(-1)).flatten()

@@ -1,212 +1,139 @@
-"""The chunks of a Mesa layer as problems of one chunk each, and the tiles in which they are worked through.
+"""The tiles in which the Mesa rule is worked through.
 
-A tile is a handful of (row, head, chunk) problems that stays in cache for all of its solver steps. Chunks that forget
-slowly, and so need a preconditioner, are in tiles of their own, and heads are sorted by how much they keep, so that the
-tokens of a tile need about the same number of steps: a tile goes on until its last token has converged.
+A problem is one chunk of one row and head. A tile is a handful of problems that stays in cache for all of its solver
+steps: a few chunks, one after the other, of a group of rows and heads. A tile goes on until its last token has
+converged, so heads that keep about as much of their state, and need about as many steps, go into one group.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from mesanet.ops.chunks import ChunkLayout
-from mesanet.ops.decay import chunk_decay, decay_from_start, decay_to_end, scan_states
-from mesanet.ops.ridge_system import SLOW, Preconditioner, RidgeSystems
-from mesanet.ops.solver import ConjugateGradient
-from mesanet.ops.state import MesaState
-from mesanet.ops.workspace import Workspace
 
-CPU_TILE_BYTES = 16 << 20
-"""Working set of a tile on a CPU: half of a usual third-level cache."""
+SLOW = 0.25
+"""A chunk that keeps at least this much of its state gets a preconditioner; others converge fast without."""
+
+CPU_TILE_BYTES = 64 << 20
+"""Working set of a tile on a CPU: about what a usual third-level cache holds."""
 DEVICE_TILE_BYTES = 1 << 30
 """Working set of a tile elsewhere: enough problems to fill a GPU."""
 
 
-class Run(NamedTuple):
-    """Neighbouring chunks of one row and head."""
-
-    inside: slice
-    """Where they stand in the tile."""
-    row: int
-    head: int
-    chunks: slice
-
-
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Some of the problems, and the room to work on them."""
+    """Neighbouring chunks of a group of rows and heads: n = G * h * r problems, in the order [G, h, r]."""
 
-    index: Tensor
-    """[n] which of the P problems."""
-    where: slice | Tensor
-    """The same, as a slice if they stand side by side, so that nothing need be copied."""
-    cell: tuple[Tensor, Tensor, Tensor]
-    """[n] each: the row, head and chunk of each problem."""
-    runs: list[Run]
-    """The same, as runs of neighbours, if these are few: copying whole runs is faster than copying by index."""
-    slow: bool
-    """Whether they get a preconditioner."""
-    workspace: Workspace
-    """Shared by all tiles, one at a time."""
-
-    def take(self, tensor: Tensor, name: str) -> Tensor:
-        """These problems of a tensor [P, ...]: a view, or a copy in the room of that name."""
-        if isinstance(self.where, slice):
-            return tensor[self.where]
-        room = self.workspace.room(name, len(self.index), *tensor.shape[1:])
-        return torch.index_select(tensor, 0, self.index, out=room)
-
-    def gather(self, view: Tensor, name: str) -> Tensor:
-        """These problems of a view [R, H, N, ...] of any dtype, copied to the room of that name."""
-        room = self.workspace.room(name, len(self.index), *view.shape[3:])
-        if not self.runs:
-            return room.copy_(view[self.cell])
-        for inside, row, head, chunks in self.runs:
-            room[inside] = view[row, head, chunks]
-        return room
-
-    def scatter(self, view: Tensor, value: Tensor) -> None:
-        """Write these problems of a view [R, H, N, ...] of any dtype."""
-        if not self.runs:
-            view[self.cell] = value.to(view.dtype)
-        for inside, row, head, chunks in self.runs:
-            view[row, head, chunks] = value[inside]
-
-
-@dataclass(frozen=True, kw_only=True)
-class MesaChunks:
-    """The inputs of the rule cut into P = R * H * N problems, and the states at the start of each.
-
-    All but the values are in the solver's dtype.
-    """
-
-    bank: Tensor
-    """[P, K + C, K] the state H at the start of the chunk above the keys of its tokens."""
-    kv: Tensor
-    """[P, K, V] the state G transposed."""
-    values: Tensor
-    """[R, H, N, C, V] a view of what the caller gave."""
-    log_decay: Tensor
-    """[P, C]"""
-    write: Tensor
-    """[P, C]"""
-    sign: Tensor | None
-    """[P, C]"""
-    ridge: Tensor
-    """[H, K]"""
-
-    @staticmethod
-    def build(
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        write: Tensor,
-        ridge: Tensor,
-        sign: Tensor | None,
-        state: MesaState,
-        layout: ChunkLayout,
-    ) -> tuple[MesaChunks, MesaState]:
-        """Cut the inputs [B, T, H, ...] and carry the state through; also returns the state after the last token."""
-        dtype = state.kk.dtype
-        decays, writes = layout.split(log_decay, dtype), layout.split(write, dtype)
-        # A sign of zero, as padding would be, would wipe out the state.
-        signs = None if sign is None else layout.split(sign - 1, dtype) + 1
-        weight = decay_to_end(decays, signs) * writes
-        total = decay_from_start(decays, signs)[..., -1]
-        keys, values = layout.view(layout.pad(k)), layout.view(layout.pad(v))
-        size = k.shape[-1]
-        bank = torch.empty(*keys.shape[:3], size + layout.chunk, size, dtype=dtype, device=k.device)
-        bank[..., size:, :] = keys
-        keys = bank[..., size:, :]
-        _, kk_after = scan_states(keys, keys, weight, total, state.kk, layout, out=bank[..., :size, :])
-        kv, kv_after = scan_states(keys, values, weight, total, state.kv, layout)
-        chunks = MesaChunks(
-            bank=bank.flatten(0, 2),
-            kv=kv.flatten(0, 2),
-            values=values,
-            log_decay=decays.flatten(0, 2),
-            write=writes.flatten(0, 2),
-            sign=None if signs is None else signs.flatten(0, 2),
-            ridge=ridge.to(dtype),
-        )
-        return chunks, MesaState(kk_after, kv_after)
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All the tensors, in the order in which `from_tensors` takes them."""
-        return (self.bank, self.kv, self.values, self.log_decay, self.write, self.sign, self.ridge)
-
-    @staticmethod
-    def from_tensors(tensors: list[Any]) -> MesaChunks:
-        """The inverse of `tensors`."""
-        bank, kv, values, log_decay, write, sign, ridge = tensors
-        return MesaChunks(bank=bank, kv=kv, values=values, log_decay=log_decay, write=write, sign=sign, ridge=ridge)
+    chunks: slice
+    heads: tuple[int, ...]
+    rows: slice
+    problems: slice
+    """Where its problems stand among those of all tiles."""
+    starts: slice
+    """Where the states at its start stand among those of all tiles."""
+    slow: Tensor | None
+    """[n] which problems get a preconditioner; None if none does."""
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """R, H, N."""
-        rows, heads, chunks = self.values.shape[:3]
-        return rows, heads, chunks
+        """G, h, r."""
+        return self.chunks.stop - self.chunks.start, len(self.heads), self.rows.stop - self.rows.start
 
-    def systems(self, tile: Tile, preconditioner: Preconditioner | None = None) -> RidgeSystems:
-        """The systems of a tile, with the preconditioner given, or a new one where the tile wants one."""
-        bank, write = tile.take(self.bank, "bank"), self.write[tile.where]
-        sign = None if self.sign is None else self.sign[tile.where]
-        within = tile.workspace.room("within", len(tile.index), *write.shape[1:], *write.shape[1:])
-        decay = chunk_decay(self.log_decay[tile.where], sign, within)
-        ridge = self.ridge[tile.cell[1]]
-        if tile.slow and preconditioner is None:
-            preconditioner = Preconditioner(bank, decay.from_start, write, ridge)
-        return RidgeSystems(bank, decay, write, ridge, tile.workspace, preconditioner)
+    def gather(self, view: Tensor, room: Tensor) -> Tensor:
+        """Copy these problems of a view [N, H, R, C, X] of any dtype to the room [n, C, X]."""
+        parts, source = room.unflatten(0, self.grid), view[self.chunks, :, self.rows]
+        for place, heads in self._runs():
+            parts[:, place] = source[:, heads]
+        return room
 
-    def tiles(self, solver: ConjugateGradient) -> list[Tile]:
-        """All the problems in tiles of like with like."""
-        rows, heads, chunks = self.grid
-        if self.bank.shape[0] == 0:
-            return []
-        kept = self.log_decay.sum(dim=-1)
-        by_row = kept.unflatten(0, (rows * heads, chunks)).mean(dim=-1).argsort(stable=True)
-        order = (by_row.unsqueeze(-1) * chunks + torch.arange(chunks, device=kept.device)).flatten()
-        slow = torch.zeros_like(order, dtype=torch.bool)
-        if solver.preconditioner == "auto" and solver.max_steps > 0 and self.sign is None:
-            slow = kept[order] >= math.log(SLOW)
-        workspace = Workspace(self.bank.dtype, self.bank.device)
-        size = self._tile_size()
-        parts = [(part, is_slow) for is_slow in (False, True) for part in order[slow == is_slow].split(size)]
-        return [self._tile(index, is_slow, workspace) for index, is_slow in parts if len(index)]
+    def scatter(self, view: Tensor, value: Tensor) -> None:
+        """Write these problems [n, C, X] of a view [N, H, R, C, X] of any dtype."""
+        parts, target = value.unflatten(0, self.grid), view[self.chunks, :, self.rows]
+        for place, heads in self._runs():
+            target[:, heads] = parts[:, place]
 
-    def problems_at_once(self) -> int:
-        """How many problems fit the room of a tile."""
-        chunk, (wide, size) = self.write.shape[-1], self.bank.shape[1:]
-        numbers = 6 * chunk * size + 2 * chunk * wide + 2 * size * wide
-        room = CPU_TILE_BYTES if self.bank.device.type == "cpu" else DEVICE_TILE_BYTES
-        return max(1, room // (numbers * self.bank.element_size()))
+    def take(self, gates: Tensor) -> Tensor:
+        """These problems [n, C] of a tensor [N, H, R, C]."""
+        return gates[self.chunks, list(self.heads), self.rows].flatten(0, 2)
 
-    def _tile_size(self) -> int:
-        """How many problems make a tile: whole rows, or equal parts of a row, so that most stand side by side."""
-        chunks, fitting = self.grid[2], self.problems_at_once()
-        if fitting >= chunks:
-            return fitting // chunks * chunks
-        return math.ceil(chunks / math.ceil(chunks / fitting))
+    def put(self, gates: Tensor, value: Tensor) -> None:
+        """Write these problems [n, C] of a tensor [N, H, R, C]."""
+        gates[self.chunks, list(self.heads), self.rows] = value.unflatten(0, self.grid)
 
-    def _tile(self, index: Tensor, slow: bool, workspace: Workspace) -> Tile:
-        _, heads, chunks = self.grid
-        row_and_head = index.div(chunks, rounding_mode="floor")
-        row, head, chunk = row_and_head.div(heads, rounding_mode="floor"), row_and_head % heads, index % chunks
-        step = index.diff()
-        breaks = ((step != 1) | (row_and_head.diff() != 0)).nonzero().flatten() + 1
-        runs = []
-        if len(breaks) < max(4, len(index) // 4):
-            bounds = [0, *breaks.tolist(), len(index)]
-            for begin, end in pairwise(bounds):
-                first = int(chunk[begin])
-                run = Run(slice(begin, end), int(row[begin]), int(head[begin]), slice(first, first + end - begin))
-                runs.append(run)
-        first = int(index[0])
-        where = slice(first, first + len(index)) if bool((step == 1).all()) else index
-        return Tile(index=index, where=where, cell=(row, head, chunk), runs=runs, slow=slow, workspace=workspace)
+    def spread(self, per_head: Tensor) -> Tensor:
+        """[H, K] -> [n, 1, K]."""
+        chunks, heads, rows = self.grid
+        size = per_head.shape[-1]
+        own = per_head[list(self.heads)].view(1, heads, 1, size)
+        return own.expand(chunks, heads, rows, size).reshape(-1, 1, size)
+
+    def read_states(self, states: Tensor, sequences: slice) -> Tensor:
+        """[S, H, K, V] -> [h, r, K, V] for the rows' sequences."""
+        return states[sequences, list(self.heads)].transpose(0, 1)
+
+    def write_states(self, states: Tensor, sequences: slice, value: Tensor) -> None:
+        """[h * r, K, V] to its place in [S, H, K, V]."""
+        states[sequences, list(self.heads)] = value.unflatten(0, self.grid[1:]).transpose(0, 1)
+
+    def _runs(self) -> Iterator[tuple[slice, slice]]:
+        """Runs of neighbouring heads: where they stand in the tile, and which heads they are."""
+        begin = 0
+        for place in range(1, len(self.heads) + 1):
+            if place == len(self.heads) or self.heads[place] != self.heads[place - 1] + 1:
+                yield slice(begin, place), slice(self.heads[begin], self.heads[place - 1] + 1)
+                begin = place
+
+
+def plan_tiles(kept: Tensor, fitting: int, precondition: bool) -> list[list[Tile]]:
+    """Groups of tiles; those of a group are in the order of time, and each goes on from the one before.
+
+    `kept` [N, H, R] is the log of what each chunk keeps of its state, and `fitting` how many problems fit into a tile.
+    """
+    chunks, heads, rows = kept.shape
+    if kept.numel() == 0:
+        return []
+    by_retention = kept.mean((0, 2)).argsort(stable=True).tolist()
+    slow = (kept >= math.log(SLOW)).cpu() if precondition else None
+    # A group has several chunks in a tile, and there are several groups, so that like can go with like.
+    together = max(1, min(fitting, heads * rows) // 4)
+    rows_together = min(rows, together)
+    heads_together = max(1, together // rows_together)
+    groups: list[list[Tile]] = []
+    problems, starts = 0, 0
+    for first_head in range(0, heads, heads_together):
+        members = tuple(sorted(by_retention[first_head : first_head + heads_together]))
+        for first_row in range(0, rows, rows_together):
+            own_rows = slice(first_row, min(first_row + rows_together, rows))
+            width = len(members) * (own_rows.stop - own_rows.start)
+            length = max(1, fitting // width)
+            length = math.ceil(chunks / math.ceil(chunks / length))
+            group = []
+            for begin in range(0, chunks, length):
+                span = slice(begin, min(begin + length, chunks))
+                count = width * (span.stop - span.start)
+                mask = None if slow is None else slow[span, list(members), own_rows].flatten()
+                group.append(
+                    Tile(
+                        chunks=span,
+                        heads=members,
+                        rows=own_rows,
+                        problems=slice(problems, problems + count),
+                        starts=slice(starts, starts + width),
+                        slow=mask.to(kept.device) if mask is not None and bool(mask.any()) else None,
+                    )
+                )
+                problems, starts = problems + count, starts + width
+            groups.append(group)
+    return groups
+
+
+def problems_at_once(layout: ChunkLayout, key: int, value: int, like: Tensor) -> int:
+    """How many problems fit the room of a tile."""
+    chunk = layout.chunk
+    numbers = 8 * chunk * key + 4 * chunk * value + 5 * chunk * chunk + 2 * key * (key + value)
+    room = CPU_TILE_BYTES if like.device.type == "cpu" else DEVICE_TILE_BYTES
+    return max(1, room // (numbers * like.element_size()))

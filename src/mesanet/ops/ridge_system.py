@@ -12,12 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mesanet.ops.decay import ChunkDecay
 from mesanet.ops.spd_inverse import spd_inverse
 from mesanet.ops.workspace import Workspace
-
-SLOW = 0.25
-"""A chunk that keeps at least this much of its state gets a preconditioner; others converge fast without."""
 
 
 class Preconditioner:
@@ -36,25 +32,49 @@ class Preconditioner:
     are. See docs/maths.md, "The preconditioner".
     """
 
-    def __init__(self, bank: Tensor, from_start: Tensor, write: Tensor, ridge: Tensor) -> None:
-        """bank [n, K + C, K] is the state above the keys; from_start and write [n, C], ridge [n, K]."""
-        chunk, size = from_start.shape[1], bank.shape[-1]
-        kk, keys = bank[:, :size], bank[:, size:]
+    def __init__(
+        self,
+        kk: Tensor,
+        keys: Tensor,
+        keys_transposed: Tensor,
+        from_start: Tensor,
+        write: Tensor,
+        ridge: Tensor,
+        wanted: Tensor,
+    ) -> None:
+        """kk [n, K, K] is the state at the start; keys [n, C, K], and transposed; from_start and write [n, C].
+
+        ridge [n, 1, K]; the map is the identity for problems that are not `wanted` [n].
+        """
+        every = bool(wanted.all())
+        if not every:
+            # They may forget all there is, which could not be divided by.
+            from_start = torch.where(wanted.unsqueeze(-1), from_start, 1.0)
+        chunk = from_start.shape[1]
         middle = from_start[:, (chunk - 1) // 2, None]
-        inverse = spd_inverse(kk + torch.diag_embed(ridge / middle))
-        scaled_keys = keys * (write / from_start).sqrt_().unsqueeze(-1)
-        keys_inverse = scaled_keys @ inverse
-        gram = torch.baddbmm(torch.eye(chunk, dtype=keys.dtype, device=keys.device), keys_inverse, scaled_keys.mT)
+        matrix = kk.clone()
+        matrix.diagonal(dim1=1, dim2=2).add_(ridge.squeeze(1) / middle)
+        inverse = spd_inverse(matrix)
+        scale = (write / from_start).sqrt_()
+        keys_inverse = torch.bmm(keys * scale.unsqueeze(-1), inverse)
+        gram = torch.bmm(keys_inverse, keys_transposed * scale.unsqueeze(1))
+        gram.diagonal(dim1=1, dim2=2).add_(1.0)
         factor, _ = torch.linalg.cholesky_ex(gram)
-        updates = torch.linalg.solve_triangular(factor, keys_inverse, upper=False)
-        self.bank = torch.cat([inverse, updates], dim=1)
-        """[n, K + C, K] M_0 above the rows u_s."""
+        updates = torch.linalg.solve_triangular(factor, keys_inverse, upper=False).contiguous()
+        self.inverse = inverse
+        """[n, K, K] M_0"""
+        self.updates = updates
+        """[n, C, K] the rows u_s"""
+        self.updates_transposed = updates.mT.contiguous()
+        """[n, K, C] the same; a product with a matrix that lies transposed in memory takes twice as long."""
+        if not every:
+            self.disable(~wanted)
 
     def disable(self, problems: Tensor) -> None:
         """Turn the map into the identity for the marked problems [n]."""
-        size = self.bank.shape[-1]
-        self.bank[problems, :size] = torch.eye(size, dtype=self.bank.dtype, device=self.bank.device)
-        self.bank[problems, size:] = 0.0
+        self.inverse[problems] = torch.eye(self.inverse.shape[-1], dtype=self.inverse.dtype, device=self.inverse.device)
+        self.updates[problems] = 0.0
+        self.updates_transposed[problems] = 0.0
 
 
 class RidgeSystems:
@@ -62,50 +82,41 @@ class RidgeSystems:
 
     def __init__(
         self,
-        bank: Tensor,
-        decay: ChunkDecay,
-        write: Tensor,
+        kk: Tensor,
+        keys: Tensor,
+        keys_transposed: Tensor,
+        weights: Tensor,
+        from_start: Tensor,
         ridge: Tensor,
         workspace: Workspace,
-        preconditioner: Preconditioner | None = None,
+        preconditioner: Preconditioner | None,
     ) -> None:
-        """bank [n, K + C, K] is the state at the start of each chunk above its keys; write [n, C], ridge [n, K].
+        """kk [n, K, K] is the state at the start; keys [n, C, K], and transposed; weights [n, C, C] zeta_ts write_s.
 
-        No two systems with the same workspace can be in use at the same time.
+        from_start [n, C], ridge [n, 1, K]. No two systems with the same workspace can be in use at the same time.
         """
-        problems, wide, size = bank.shape
-        chunk = wide - size
-        self.bank = bank
-        self.kk, self.keys = bank[:, :size], bank[:, size:]
-        self.ridge = ridge.unsqueeze(1)
-        self.from_start = decay.from_start.unsqueeze(-1)
-        self.weights = decay.within.mul_(write.unsqueeze(1))
+        self.kk, self.keys, self.keys_transposed = kk, keys, keys_transposed
+        self.weights, self.from_start, self.ridge = weights, from_start.unsqueeze(-1), ridge
         self.preconditioner = preconditioner
-        self._wide = workspace.room("wide", problems, chunk, wide)
-        self._scores = workspace.room("scores", problems, chunk, chunk)
-        self._product = workspace.room("product", problems, chunk, size)
-        self._direction = workspace.room("direction", problems, chunk, size)
-        self._solution = workspace.room("solution", problems, chunk, size)
+        self._scores = workspace.room("scores", *weights.shape)
+        self._product = workspace.room("product", *keys.shape)
+        self._direction = workspace.room("direction", *keys.shape)
+        self._solution = workspace.room("solution", *keys.shape)
 
     def matvec(self, vector: Tensor) -> Tensor:
         """(H_t + ridge) vector_t for every token."""
-        size = vector.shape[-1]
-        torch.bmm(vector, self.keys.mT, out=self._scores)
-        torch.mul(vector, self.from_start, out=self._wide[..., :size])
-        torch.mul(self._scores, self.weights, out=self._wide[..., size:])
-        torch.mul(vector, self.ridge, out=self._product)
-        return self._product.baddbmm_(self._wide, self.bank)
+        scores = torch.bmm(vector, self.keys_transposed, out=self._scores).mul_(self.weights)
+        faded = torch.mul(vector, self.from_start, out=self._direction)
+        product = torch.mul(vector, self.ridge, out=self._product)
+        return product.baddbmm_(faded, self.kk).baddbmm_(scores, self.keys)
 
     def precondition(self, residual: Tensor) -> Tensor | None:
         """from_start_t times about (H_t + ridge)^-1 residual_t, or None for the plain method."""
         if self.preconditioner is None:
             return None
-        size = residual.shape[-1]
-        bank = self.preconditioner.bank
-        torch.bmm(residual, bank[:, size:].mT, out=self._scores)
-        self._wide[..., :size].copy_(residual)
-        torch.neg(self._scores.tril_(), out=self._wide[..., size:])
-        return torch.bmm(self._wide, bank, out=self._direction)
+        scores = torch.bmm(residual, self.preconditioner.updates_transposed, out=self._scores).tril_()
+        direction = torch.bmm(residual, self.preconditioner.inverse, out=self._direction)
+        return direction.baddbmm_(scores, self.preconditioner.updates, alpha=-1)
 
     def start(self, rhs: Tensor) -> tuple[Tensor, Tensor]:
         """The paper's start value rhs / diag(H_t + ridge), or the preconditioner's answer where there is one."""
@@ -117,7 +128,9 @@ class RidgeSystems:
         product = self.matvec(x)
         # Rounding can spoil the inverse of an extremely ill-conditioned state; such a chunk goes on without.
         missed = torch.linalg.vector_norm(torch.sub(rhs, product, out=self._direction), dim=-1)
-        sound = (missed <= 2 * torch.linalg.vector_norm(rhs, dim=-1)).all(dim=-1)
+        length = torch.linalg.vector_norm(rhs, dim=-1)
+        # A query that is no number says nothing about the inverse.
+        sound = (missed.le(2 * length) | ~length.isfinite()).all(dim=-1)
         if not bool(sound.all()):
             self.preconditioner.disable(~sound)
             good = x[sound]

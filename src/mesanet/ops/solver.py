@@ -67,34 +67,37 @@ def conjugate_gradient(
     right-hand side is divided by its largest entry first, so that no square below can overflow or underflow for its
     scale; no absolute constant is added anywhere.
     """
-    scratch = torch.abs(rhs, out=workspace.room("scratch", *rhs.shape))
-    scale = scratch.amax(dim=-1, keepdim=True)
+    scale = torch.linalg.vector_norm(rhs, ord=torch.inf, dim=-1, keepdim=True)
     scale = torch.where(scale > 0, scale, 1.0)
     r = rhs.div_(scale)
     rhs_norm = _norm(r)
-    target = tolerance * rhs_norm
+    # Far below rounding the recurrence would go on shrinking the residual until its squares are no numbers any more.
+    target = max(tolerance, torch.finfo(r.dtype).eps ** 2) * rhs_norm
     steps = torch.zeros_like(rhs_norm, dtype=torch.int32)
 
     x, a_x = systems.start(r)
     r.sub_(a_x)
     residual = _norm(r)
-    p, rho = workspace.room("p", *rhs.shape).zero_(), torch.zeros_like(residual)
-    for _ in range(max_steps):
-        if tolerance > 0:
-            active = residual > target
-            if not bool(active.any()):
-                break
-            steps += active
-        else:
-            steps += 1
+    p, rho = workspace.room("p", *rhs.shape), torch.zeros_like(residual)
+    scratch = workspace.room("scratch", *rhs.shape)
+    for step in range(max_steps):
+        active = residual > target
+        if not bool(active.any()):
+            break
+        steps += active
         z = systems.precondition(r)
         last_rho, rho = rho, residual.square() if z is None else _dot(r, z, scratch).clamp_(min=0)
-        torch.addcmul(r if z is None else z, _ratio(rho, last_rho), p, out=p)
+        if step == 0:
+            p.copy_(r if z is None else z)
+        else:
+            torch.addcmul(r if z is None else z, _ratio(rho, last_rho), p, out=p)
         a_p = systems.matvec(p)
-        alpha = _ratio(rho if tolerance == 0 else rho * active, _dot(p, a_p, scratch))
+        alpha = _ratio(rho * active, _dot(p, a_p, scratch))
         x.addcmul_(alpha, p)
         r.addcmul_(alpha, a_p, value=-1)
         residual = _norm(r)
+    if tolerance == 0:
+        steps.fill_(max_steps)
     return Solution(x.mul_(scale), steps.squeeze(-1), _ratio(residual, rhs_norm).squeeze(-1))
 
 

@@ -1,0 +1,68 @@
+"""The Mesa rule whatever its tiles: states and their gradients are carried from one to the next."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.ops.mesa_cases import EXACT, gradients, make_inputs
+
+from mesanet.ops import mesa_chunked, reference
+from mesanet.ops.mesa import mesa
+from mesanet.ops.mesa_tiles import plan_tiles
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@pytest.mark.parametrize("fitting", [1, 3, 8, 20])
+@pytest.mark.parametrize("kind", ["rows", "packed", "signed"])
+def test_tiles_of_any_size_are_the_reference(kind: str, fitting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows of five chunks and three heads, or five sequences of which one is empty, in up to 45 tiles."""
+    monkeypatch.setattr(mesa_chunked, "problems_at_once", lambda *_: fitting)
+    options, sequences, ridge = {}, None, (0.25, 1.0)
+    if kind == "packed":
+        options["cu_seqlens"] = torch.tensor([0, 150, 151, 151, 215, 300])
+        sequences = 5
+    if kind == "signed":
+        ridge = (50.0, 60.0)
+        options["sign"] = torch.where(torch.rand(3, 300, 3) < 0.5, -1.0, 1.0).double()
+    batch = 1 if kind == "packed" else 3
+    inputs = make_inputs(batch, 300, 3, 6, 4, sequences=sequences, ridge=ridge).with_grad()
+    got = mesa(*inputs[:6], inputs.state, solver=EXACT, **options)
+    expected, after = reference.mesa(*inputs[:6], inputs.state, **options)
+    torch.testing.assert_close(got.output, expected, **CLOSE)
+    torch.testing.assert_close(got.state.kk, after.kk, **CLOSE)
+    torch.testing.assert_close(got.state.kv, after.kv, **CLOSE)
+    grad_output = torch.randn_like(expected)
+    ours = gradients(inputs, got.output, got.state, grad_output)
+    theirs = gradients(inputs, expected, after, grad_output)
+    for one, another in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, another, **CLOSE)
+
+
+@pytest.mark.parametrize("fitting", [1, 5, 12, 1000])
+def test_every_problem_is_in_one_tile_that_is_not_too_large(fitting: int) -> None:
+    chunks, heads, rows = 7, 5, 3
+    seen = torch.zeros(chunks, heads, rows)
+    problems = starts = 0
+    for group in plan_tiles(torch.randn(chunks, heads, rows), fitting, precondition=True):
+        before = 0
+        for tile in group:
+            assert tile.chunks.start == before, "a group's tiles follow one another"
+            before = tile.chunks.stop
+            long, many, deep = tile.grid
+            assert long * many * deep <= fitting
+            assert (tile.problems.start, tile.starts.start) == (problems, starts)
+            problems, starts = tile.problems.stop, tile.starts.stop
+            assert tile.slow is None or tile.slow.shape == (long * many * deep,)
+            seen[tile.chunks, list(tile.heads), tile.rows] += 1
+        assert before == chunks
+    assert bool((seen == 1).all())
+
+
+def test_heads_that_forget_alike_share_a_tile() -> None:
+    kept = torch.tensor([0.0, -9.0, -0.1, -8.0, -0.2, -7.0]).view(1, 6, 1).expand(4, 6, 2)
+    groups = plan_tiles(kept, 24, precondition=True)
+    for group in groups:
+        assert len({head % 2 for head in group[0].heads}) == 1
+        slow = group[0].slow
+        assert slow is None if group[0].heads[0] % 2 else slow is not None and bool(slow.all())
