@@ -30,7 +30,7 @@ def test_record_table_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert set(short["best"]) == {*OPS, "sdpa", "transformers"}
     assert set(long["best"]) == {*OPS, "sdpa"}
     for row in (short, long):
-        assert all(len(seconds) == 2 for seconds in row["seconds"].values())
+        assert all(len(seconds) == 4 for seconds in row["seconds"].values())
         assert row["best"] == {name: min(seconds) for name, seconds in row["seconds"].items()}
     assert (tmp_path / "gated.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out

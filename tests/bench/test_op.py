@@ -36,7 +36,7 @@ def test_record_table_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [short["time"], long["time"]] == [32, 128]
     assert "memory" in skipped["skipped"]
     for row in (short, long):
-        assert all(len(seconds) == 2 for seconds in row["seconds"].values())
+        assert all(len(seconds) == 4 for seconds in row["seconds"].values())
         assert row["best"] == {name: min(seconds) for name, seconds in row["seconds"].items()}
         assert row["training_ratio"] == pytest.approx(
             row["best"]["mesa forward+backward"] / row["best"]["attention forward+backward"]

@@ -22,6 +22,14 @@ def test_callables_run_in_turns_and_warm_up_does_not_count(repeats: int, warm_up
     assert all(math.isfinite(second) and second >= 0 for timing in timings.values() for second in timing.seconds)
 
 
+def test_each_may_run_some_times_in_a_row() -> None:
+    calls: list[str] = []
+    work = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    timings = time_interleaved(work, repeats=2, warm_up=0, in_a_row=3)
+    assert calls == [*"aaabbb"] * 2
+    assert {len(timing.seconds) for timing in timings.values()} == {6}
+
+
 def test_one_round_counts_however_small_the_budget() -> None:
     calls: list[str] = []
     timings = time_interleaved({"a": lambda: calls.append("a")}, repeats=5, warm_up=3, budget=0.0)

@@ -50,7 +50,7 @@ class GatedBenchmark:
     dtype: DataType = "float32"
     """Data type of queries, keys and values."""
     repeats: int = 3
-    """Rounds that count, after one that does not."""
+    """Rounds that count, after one that does not. In each, everything is timed twice in a row."""
     seconds: float = 600.0
     """No further round begins when it would end after this many seconds."""
     device: str = "cpu"
@@ -114,7 +114,11 @@ def measure(options: GatedBenchmark, device: torch.device) -> dict[str, Any]:
         peers = options.peers if length == fitting[0] else tuple(set(options.peers) - {"transformers"})
         for name, run in callables(options, length, peers, device).items():
             work[f"{name} {length}"] = run
-    timings = time_interleaved(work, repeats=options.repeats, budget=options.seconds, device=device) if work else {}
+    timings = (
+        time_interleaved(work, repeats=options.repeats, in_a_row=2, budget=options.seconds, device=device)
+        if work
+        else {}
+    )
     rows = []
     for length in fitting:
         suffix = f" {length}"

@@ -57,7 +57,7 @@ class OpBenchmark:
     correlated: bool = False
     """Draw correlated keys, which make the systems stiff."""
     repeats: int = 3
-    """Rounds that count, after one that does not."""
+    """Rounds that count, after one that does not. In each, everything is timed twice in a row."""
     seconds_per_length: float = 300.0
     """No further round begins when it would end after this many seconds."""
     device: str = "cpu"
@@ -141,6 +141,7 @@ def measure(options: OpBenchmark, length: int, device: torch.device) -> dict[str
     timings = time_interleaved(
         callables(options, inputs),
         repeats=options.repeats,
+        in_a_row=2,
         budget=options.seconds_per_length,
         device=device,
     )

@@ -38,6 +38,7 @@ def time_interleaved(
     *,
     repeats: int,
     warm_up: int = 1,
+    in_a_row: int = 1,
     budget: float = float("inf"),
     device: torch.device | str = "cpu",
 ) -> dict[str, Timing]:
@@ -45,8 +46,12 @@ def time_interleaved(
 
     A round is not begun if, going by the longest so far, it would end after `budget` seconds; but one that counts
     always runs. What a callable returns is freed before the next one starts, outside of the measured time.
+
+    With `in_a_row` above one, each runs so many times when it is its turn, and all of them are kept: the first often
+    pays for memory that has gone back to the system since its last turn, as it would not in a training loop.
     """
     assert repeats >= 1
+    assert in_a_row >= 1
     started = time.perf_counter()
     seconds: dict[str, list[float]] = {name: [] for name in work}
     longest = 0.0
@@ -58,21 +63,23 @@ def time_interleaved(
         if turn < 0 and elapsed + 2 * longest > budget:
             continue  # No time for another warm-up beside the round that counts.
         round_started = time.perf_counter()
-        taken = _time_round(work, torch.device(device))
+        taken = _time_round(work, in_a_row, torch.device(device))
         if turn >= 0:
-            for name, second in taken.items():
-                seconds[name].append(second)
+            for name, times in taken.items():
+                seconds[name].extend(times)
         longest = max(longest, time.perf_counter() - round_started)
     return {name: Timing(name=name, seconds=tuple(values)) for name, values in seconds.items()}
 
 
-def _time_round(work: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Time every callable once; the garbage collector runs before, so that it falls into nobody's turn."""
+def _time_round(
+    work: Mapping[str, Callable[[], object]], in_a_row: int, device: torch.device
+) -> dict[str, list[float]]:
+    """Let each callable have its turn; the garbage collector runs before, so that it falls into nobody's turn."""
     gc.collect()
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return {name: _time_once(run, device) for name, run in work.items()}
+        return {name: [_time_once(run, device) for _ in range(in_a_row)] for name, run in work.items()}
     finally:
         if collecting:
             gc.enable()

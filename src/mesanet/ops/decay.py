@@ -1,4 +1,4 @@
-"""Products of forget gates within a chunk, and states carried from chunk to chunk."""
+"""Products of forget gates within a chunk."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from mesanet.ops.chunks import ChunkLayout
-from mesanet.ops.workspace import Workspace
 
 
 class ChunkDecay(NamedTuple):
@@ -63,39 +60,3 @@ def _product_after(gates: Tensor, accumulate: Callable[..., Tensor], neutral: fl
     """What `accumulate` makes of all the entries after each one."""
     after = torch.cat([gates[..., 1:], torch.full_like(gates[..., :1], neutral)], dim=-1)
     return accumulate(after.flip(-1), dim=-1).flip(-1)
-
-
-def scan_states(
-    left: Tensor,
-    right: Tensor,
-    weight: Tensor,
-    total: Tensor,
-    initial: Tensor,
-    layout: ChunkLayout,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """States at the start of every chunk, and after the last one.
-
-    `left` [R, H, N, C, K] and `right` [R, H, N, C, V] are what each chunk adds, as left^T right, each token's share
-    times its `weight` [R, H, N, C]; `total` [R, H, N] is how much of the state a chunk keeps; `initial` [S, H, K, V].
-    Returns [R, H, N, K, V], in `out` if given, and [S, H, K, V].
-    """
-    rows, heads, chunks = total.shape
-    if out is None:
-        out = initial.new_empty(rows, heads, chunks, *initial.shape[2:])
-    states, keep = out.flatten(0, 1), total.reshape(rows * heads, chunks, 1, 1)
-    workspace = Workspace(initial.dtype, initial.device)
-    final = initial.clone(memory_format=torch.contiguous_format)
-    for chunk, segment in layout.forwards():
-        state = final[segment.sequences].flatten(0, 1)
-        states[:, chunk] = state
-        state.mul_(keep[:, chunk])
-        _add_products(state, left[:, :, chunk], right[:, :, chunk], weight[:, :, chunk], workspace)
-    return out, final
-
-
-def _add_products(state: Tensor, left: Tensor, right: Tensor, weight: Tensor, workspace: Workspace) -> None:
-    """state [R * H, K, V] += left^T diag(weight) right of one chunk, [R, H, C, K] and [R, H, C, V]."""
-    left = torch.mul(left, weight.unsqueeze(-1), out=workspace.room("left", *left.shape))
-    right = workspace.room("right", *right.shape).copy_(right)
-    state.baddbmm_(left.flatten(0, 1).mT, right.flatten(0, 1))

@@ -18,7 +18,7 @@ from mesanet.ops.chunks import ChunkLayout
 SLOW = 0.25
 """A chunk that keeps at least this much of its state gets a preconditioner; others converge fast without."""
 
-CPU_TILE_BYTES = 64 << 20
+CPU_TILE_BYTES = 32 << 20
 """Working set of a tile on a CPU: about what a usual third-level cache holds."""
 DEVICE_TILE_BYTES = 1 << 30
 """Working set of a tile elsewhere: enough problems to fill a GPU."""

@@ -60,10 +60,10 @@ class Preconditioner:
         gram = torch.bmm(keys_inverse, keys_transposed * scale.unsqueeze(1))
         gram.diagonal(dim1=1, dim2=2).add_(1.0)
         factor, _ = torch.linalg.cholesky_ex(gram)
-        updates = torch.linalg.solve_triangular(factor, keys_inverse, upper=False).contiguous()
+        updates = torch.linalg.solve_triangular(factor, keys_inverse, upper=False)
         self.inverse = inverse
         """[n, K, K] M_0"""
-        self.updates = updates
+        self.updates = updates.contiguous()
         """[n, C, K] the rows u_s"""
         self.updates_transposed = updates.mT.contiguous()
         """[n, K, C] the same; a product with a matrix that lies transposed in memory takes twice as long."""

@@ -67,7 +67,8 @@ def conjugate_gradient(
     right-hand side is divided by its largest entry first, so that no square below can overflow or underflow for its
     scale; no absolute constant is added anywhere.
     """
-    scale = torch.linalg.vector_norm(rhs, ord=torch.inf, dim=-1, keepdim=True)
+    scratch = workspace.room("scratch", *rhs.shape)
+    scale = torch.abs(rhs, out=scratch).amax(dim=-1, keepdim=True)
     scale = torch.where(scale > 0, scale, 1.0)
     r = rhs.div_(scale)
     rhs_norm = _norm(r)
@@ -79,7 +80,6 @@ def conjugate_gradient(
     r.sub_(a_x)
     residual = _norm(r)
     p, rho = workspace.room("p", *rhs.shape), torch.zeros_like(residual)
-    scratch = workspace.room("scratch", *rhs.shape)
     for step in range(max_steps):
         active = residual > target
         if not bool(active.any()):

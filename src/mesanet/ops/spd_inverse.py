@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BASE = 32
+_BASE = 16
 """Below this size LAPACK's factorisation is faster than another level of matrix products."""
 
 
