@@ -60,6 +60,23 @@ def test_costs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not (tmp_path / "model.png").exists()
 
 
+def test_the_sizes_of_the_preset_can_be_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"width": 32, "layers": 3, "heads": 2, "key_size": 4, "vocabulary": 40}
+    words = [word for name, value in sizes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    lengths = ["--lengths", "8", "--context"]
+    assert bench(*SMALL, *words, *lengths, "--mixers", "mesa", "--out", str(tmp_path)) == 0
+    record = json.loads((tmp_path / "model.json").read_text())
+    options = ModelBenchmark(preset="mad", mixers=("mesa",), **sizes)
+    for pattern in ("attention", "mesa"):
+        config = options.config(pattern)
+        assert {name: getattr(config, name) for name in sizes} == sizes
+        assert config.mlp_width == 96
+        assert model_cost(config, 8).record() in record["costs"]
+    assert list(record["training"][0]["tokens_per_second"]) == ["attention", "mesa"]
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "mad, width 32, layers 3, heads 2, key size 4, vocabulary 40" in shown
+
+
 def test_every_mixer_but_the_sequential_one_is_measured_by_default() -> None:
     assert set(ModelBenchmark().patterns) == set(MIXERS) - {"mesa_rls"}
 
@@ -99,6 +116,9 @@ def test_generation_is_that_of_the_model() -> None:
         (["--batch", "0"], "batch[0]"),
         (["--context", "0"], "context[0]"),
         (["--max-steps", "-1"], "max_steps"),
+        (["--width", "0"], "width: got 0"),
+        (["--vocabulary", "-1"], "vocabulary: got -1"),
+        (["--key-size", "7"], "key_size: got 7, expected an even number"),
         (["--device", "abacus"], "device"),
     ],
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mesanet import presets
 from mesanet.bench.costs import model_cost, rule_cost
-from mesanet.bench.model_report import draw, progress, show
+from mesanet.bench.model_report import SIZES, draw, progress, show
 from mesanet.bench.op import checked_device
 from mesanet.bench.timing import available_memory, machine, time_interleaved
 from mesanet.config import check_fields, check_in_range, check_one_of, check_positive, from_dict, to_dict
@@ -46,8 +46,16 @@ class ModelBenchmark:
     """The size: small, medium or large, as in the paper, or any other model preset."""
     mixers: tuple[str, ...] = ()
     """Mixers, or patterns such as hawk-mesa; attention is always there. None named: all but mesa_rls."""
+    width: int | None = None
+    """Size of the residual stream; None for what the preset has."""
     layers: int | None = None
     """Number of layers; None for what the preset has."""
+    heads: int | None = None
+    """Heads of every mixer; None for what the preset has."""
+    key_size: int | None = None
+    """Size of a query and of a key of one head; None for what the preset has."""
+    vocabulary: int | None = None
+    """Number of token ids; None for what the preset has."""
     batch: tuple[int, ...] = (1,)
     """Batch sizes."""
     lengths: tuple[int, ...] = (512, 2048)
@@ -84,11 +92,13 @@ class ModelBenchmark:
                 check_positive(f"{field}[{position}]", value)
         for name in ("tokens", "repeats", "seconds"):
             check_positive(name, getattr(self, name))
-        for name in ("layers", "threads"):
+        for name in (*SIZES, "threads"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
         if self.max_steps is not None:
             check_in_range("max_steps", self.max_steps, low=0)
+        for pattern in self.patterns:
+            self.config(pattern)  # Refuses what does not go together, such as attention with keys of an odd size.
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -98,9 +108,8 @@ class ModelBenchmark:
 
     def config(self, pattern: str) -> ModelConfig:
         """The model with this pattern of mixers."""
-        config = to_dict(presets.model(self.preset, pattern)) | {"dtype": self.dtype}
-        if self.layers is not None:
-            config["layers"] = self.layers
+        given = {name: getattr(self, name) for name in SIZES if getattr(self, name) is not None}
+        config = to_dict(presets.model(self.preset, pattern)) | given | {"dtype": self.dtype}
         if self.max_steps is not None:
             for solver in ("training_solver", "inference_solver"):
                 config[solver] = {**config[solver], "max_steps": self.max_steps}

@@ -10,6 +10,10 @@ from mesanet.optional import import_optional
 
 KINDS = {"training": ("Training step", "sequence length"), "generation": ("Generation", "context")}
 """What is measured: its title, and what its lengths are."""
+SIZES = ("width", "layers", "heads", "key_size", "vocabulary")
+"""Settings that may take the place of the preset's."""
+COSTS = ("layer_update", "layer_output", "layer_output_direct", "layer_state", "state", "total")
+"""Columns of the table of costs."""
 STYLES = ("-", "--", ":", "-.")
 """A line for each batch size."""
 
@@ -34,6 +38,12 @@ def show(record: dict[str, Any]) -> None:
     console.print(cost_table(record))
 
 
+def model_name(settings: dict[str, Any]) -> str:
+    """The preset, and what differs from it: small, width 256, key size 64."""
+    given = [f"{name.replace('_', ' ')} {settings[name]}" for name in SIZES if settings[name] is not None]
+    return ", ".join([settings["preset"], *given])
+
+
 def speed_table(record: dict[str, Any], kind: str) -> Any:
     """Tokens per second, and in brackets over attention's."""
     from rich.box import SIMPLE_HEAD
@@ -42,7 +52,7 @@ def speed_table(record: dict[str, Any], kind: str) -> Any:
     settings, host = record["settings"], record["machine"]
     title, what = KINDS[kind]
     table = Table(
-        title=f"{title}, {settings['preset']}, {settings['dtype']}: tokens per second (over attention's)",
+        title=f"{title}, {model_name(settings)}, {settings['dtype']}: tokens per second (over attention's)",
         caption=f"{host.get('accelerator') or host['processor']}, {host['threads']} threads, torch {host['torch']}. "
         "Best of the rounds.",
         box=SIMPLE_HEAD,
@@ -65,7 +75,7 @@ def cost_table(record: dict[str, Any]) -> Any:
 
     solver = max(row["steps"] for row in record["costs"])
     table = Table(
-        title=f"Cost of a token, {record['settings']['preset']} (from the config)",
+        title=f"Cost of a token, {model_name(record['settings'])} (from the config)",
         caption=f"Operations that bring a layer's state up to date and read its output; mesa takes {solver} solver "
         "steps, or solves directly, as it does while generating. State counts numbers. Model adds projections, MLPs "
         "and logits.",
@@ -88,10 +98,7 @@ def cost_table(record: dict[str, Any]) -> Any:
         table.add_row(
             row["mixers"],
             str(row["position"]),
-            *(short(row[name]) for name in ("layer_update", "layer_output")),
-            # Records of earlier versions do not have it.
-            short(row["layer_output_direct"]) if "layer_output_direct" in row else "",
-            *(short(row[name]) for name in ("layer_state", "state", "total")),
+            *(short(row[name]) for name in COSTS),
             f"{row['rule'] / row['total']:.1%}",
         )
     return table
