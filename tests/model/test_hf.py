@@ -160,6 +160,10 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         safetensors.torch.save_file(changed, path, metadata={"format": "pt"})
         with pytest.raises(ValueError, match=message):
             load(tmp_path)
+    safetensors.torch.save_file({**weights, "model.norm.weight": torch.ones(3)}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"has model\.norm\.weight of shape \(3,\), expected \(32,\)"):
+        load(tmp_path)
+    assert torch.equal(load(tmp_path, ignore_mismatched_sizes=True).model.norm.weight, torch.ones(32))
     path.write_bytes(whole[:-100])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
         load(tmp_path)

@@ -197,11 +197,19 @@ class MesaNetPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *arguments: Any, **options: Any) -> Any:
-        """Load, and refuse weights that lack or do not belong, for which transformers only warns."""
+        """Load, and refuse by name the weights that lack, do not belong, or have another shape.
+
+        Of the first two transformers only warns, and its refusal of the last does not say which weight it is.
+        """
         wants_details = options.pop("output_loading_info", False)
+        ignores_shapes = options.pop("ignore_mismatched_sizes", False)
         try:
             model, details = super().from_pretrained(
-                pretrained_model_name_or_path, *arguments, output_loading_info=True, **options
+                pretrained_model_name_or_path,
+                *arguments,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
             )
         except SafetensorError as error:
             name = _damaged_file(pretrained_model_name_or_path, options.get("subfolder", ""))
@@ -214,6 +222,11 @@ class MesaNetPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
             )
             for name in sorted(details[field])
         ]
+        if not ignores_shapes:
+            problems += [
+                f"has {name} of shape {tuple(came)}, expected {tuple(expected)}"
+                for name, came, expected in sorted(details["mismatched_keys"])
+            ]
         if problems:
             more = f" (and {len(problems) - 1} more such problems)" if len(problems) > 1 else ""
             raise ValueError(f"{pretrained_model_name_or_path} does not fit its config: it {problems[0]}{more}")
