@@ -162,7 +162,7 @@ def test_an_average_of_the_optimiser_that_is_not_finite_is_never_saved(tiny_data
     config = tiny_run(tiny_data, steps=4, checkpoint_interval=1, validation_interval=0)
     dataset = open_dataset(tiny_data)
     trainer = Trainer(config, tmp_path, dataset, Processes(0, 1, torch.device("cpu")))
-    trainer._update(next(Loader(make_batches(dataset, config.data), prefetch=0)))
+    trainer.update(next(Loader(make_batches(dataset, config.data), prefetch=0)))
     trainer._check_state()
     moments = trainer.optimiser.state[trainer.parameters[-1]]
     moments["exp_avg_sq"].view(-1)[0] = math.inf

@@ -71,7 +71,7 @@ class Trainer:
             self._validate(records, stop)
             while self.step < self.config.steps and not self._stopping(stop):
                 begin = time.perf_counter()
-                norm = self._update(next(loader))
+                norm = self.update(next(loader))
                 self._record(records, progress, norm, time.perf_counter() - begin)
                 self._validate(records, stop)
                 if self.step % self.config.training.checkpoint_interval == 0 and self.step < self.config.steps:
@@ -85,7 +85,7 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.processes.device.type, dtype=torch.bfloat16)
 
-    def _update(self, batch: TensorBatch) -> float:
+    def update(self, batch: TensorBatch) -> float:
         """One step of the optimiser over the rows of all processes; returns the norm of the gradient."""
         device, training = self.processes.device, self.config.training
         parts = self._parts = split_rows(batch, training.accumulation, device)
