@@ -65,11 +65,13 @@ def test_the_solver_can_be_chosen(run_folder: Path) -> None:
         (["--model", "RUN", "--tokenizer", "gtp2"], "there is no tokenizer"),
         (["--model", "RUN", "--device", "gpu"], "device: got 'gpu'"),
         (["--model", "RUN", "--tokenizer", "gpt2"], "trained with another tokenizer"),
+        (["--model", "RUN", "--generation.stop-ids", "257"], "stop_ids: got 257, expected ids from 0 to 256"),
     ],
 )
 def test_mistakes_are_one_sentence_and_code_2(run_folder: Path, words: list[str], message: str) -> None:
-    result = mesanet("generate", *[word.replace("RUN", str(run_folder)) for word in words])
+    result = mesanet("generate", "--prompt", "Hello", *[word.replace("RUN", str(run_folder)) for word in words])
     assert result.returncode == 2
+    assert result.stdout == ""
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 

@@ -46,7 +46,8 @@ def test_batch_and_pieces_leave_no_trace(model: LanguageModel, temperature: floa
     together = generate(model, PROMPTS, config)
     pieces = GenerationConfig(max_tokens=15, temperature=temperature, top_k=20, top_p=0.9, prefill_chunk=2)
     assert generate(model, PROMPTS, pieces) == together
-    assert generate(model, PROMPTS[:1], config) == together[:1]
+    for row, prompt in enumerate(PROMPTS):
+        assert generate(model, [prompt], config) == together[row : row + 1]
     assert model.training
     assert all(len(row) == 15 for row in together)
 
@@ -74,9 +75,20 @@ def test_a_seed_gives_the_same_tokens_and_another_seed_others() -> None:
     assert runs[0] == runs[1] != runs[2]
 
 
+def test_the_random_numbers_belong_to_the_prompt_and_not_to_its_place() -> None:
+    """Equal prompts get a stream each, in their order."""
+    model = small("gla")
+    config = GenerationConfig(max_tokens=20, temperature=5.0)
+    first, second, third = [1, 2], [12], [1, 2]
+    one, other, again = generate(model, [first, second, third], config)
+    assert one != again
+    assert generate(model, [second, third, first], config) == [other, one, again]
+    assert generate(model, [third], config) == [one]
+
+
 def test_sampling_follows_the_probabilities() -> None:
     logits = torch.tensor([[1.0, 0.0, -1.0, 2.0]])
-    sampler = Sampler(GenerationConfig(temperature=0.5), rows=1)
+    sampler = Sampler(GenerationConfig(temperature=0.5), [[1]])
     draws = torch.stack([sampler.choose(logits, [0]) for _ in range(4000)]).flatten()
     frequencies = torch.bincount(draws, minlength=4) / 4000
     # Four standard deviations of a frequency out of 4000 draws are at most 0.032.
@@ -103,7 +115,7 @@ def test_top_k_and_top_p_keep_the_right_tokens() -> None:
 )
 def test_extreme_settings_leave_the_most_likely_token(settings: dict[str, float]) -> None:
     logits = torch.tensor([[25.0, -30.0, 30.0, 29.9], [0.0, 0.1, 0.0, 0.0]])
-    sampler = Sampler(GenerationConfig(**settings), rows=2)  # type: ignore[arg-type]
+    sampler = Sampler(GenerationConfig(**settings), [[1], [2]])  # type: ignore[arg-type]
     assert sampler.choose(logits, [0, 1]).tolist() == [2, 1]
     assert not truncated(logits, sampler.config).isnan().any()
 
@@ -117,10 +129,19 @@ def test_streaming_yields_as_it_goes() -> None:
     assert torch.is_grad_enabled()
 
 
+def test_a_stop_id_outside_the_vocabulary_is_refused() -> None:
+    model = small("gla")
+    with pytest.raises(ValueError, match="stop_ids: got 61, expected ids from 0 to 60"):
+        stream(model, PROMPTS, GenerationConfig(stop_ids=(60, 61)))
+    with pytest.raises(ValueError, match="stop_ids: got -1"):
+        GenerationConfig(stop_ids=(-1,))
+
+
 @pytest.mark.parametrize(("prompts", "message"), [([[]], "number 0 is empty"), ([[1], [61]], "number 1 has a token")])
 def test_bad_prompts_are_named(prompts: list[list[int]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        generate(small("gla"), prompts)
+        # By the call itself, before the first token is asked for.
+        stream(small("gla"), prompts)
 
 
 def test_nothing_to_do() -> None:
@@ -223,7 +244,7 @@ def test_text_of_a_model() -> None:
     assert "".join(pieces) == Bytes().decode(tokens)
     assert len(pieces) > 10
     with pytest.raises(ValueError, match="the tokenizer has 257 tokens, but the model's vocabulary is only 61"):
-        list(stream_text(small("gla"), Bytes(), "ab"))
+        stream_text(small("gla"), Bytes(), "ab")
 
 
 def test_text_cannot_steer_the_terminal() -> None:

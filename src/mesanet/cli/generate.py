@@ -49,7 +49,9 @@ def run(arguments: list[str]) -> None:
         # A character that the terminal's encoding lacks must not end the text.
         sys.stdout.reconfigure(errors="replace")
     shown = terminal_safe if sys.stdout.isatty() else str
+    # First, since it refuses what does not fit: a mistake then leaves nothing on the output.
+    pieces = stream_text(model, load_tokenizer(name), prompt, options.generation, options.stop)
     print(shown(prompt), end="", flush=True)
-    for piece in stream_text(model, load_tokenizer(name), prompt, options.generation, options.stop):
+    for piece in pieces:
         print(shown(piece), end="", flush=True)
     print()

@@ -20,7 +20,7 @@ class GenerationConfig:
     top_p: float | None = None
     """Sample among the fewest most likely tokens that together have this probability."""
     seed: int = 0
-    """The same seed gives the same tokens, for each prompt whatever it shares a batch with."""
+    """The same seed gives a prompt the same tokens, whatever it shares a batch with; equal prompts differ by order."""
     stop_ids: tuple[int, ...] = ()
     """A sequence ends at any of these token ids, which are not returned."""
     prefill_chunk: int = 1024
@@ -29,6 +29,8 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_in_range("max_tokens", self.max_tokens, 0)
+        for token in self.stop_ids:
+            check_in_range("stop_ids", token, 0)
         check_in_range("temperature", self.temperature, 0, 1e6)
         check_positive("prefill_chunk", self.prefill_chunk)
         if self.top_k is not None:

@@ -41,12 +41,22 @@ def generate(
 def stream(
     model: LanguageModel, prompts: Prompts, config: GenerationConfig = DEFAULTS, cache: Cache | None = None
 ) -> Iterator[Step]:
-    """Continue every prompt, and yield the tokens as they come. A sequence that has ended leaves the batch."""
-    rows = list(range(len(prompts)))
-    if not rows or config.max_tokens == 0:
-        return
-    sampler = Sampler(config, len(rows))
-    logits, cache = prefill(model, *pad_left(prompts, model), config.prefill_chunk, cache)
+    """Continue every prompt, and yield the tokens as they come. A sequence that has ended leaves the batch.
+
+    Prompts and stop ids that the model does not know are refused by the call itself, before the first token is asked for.
+    """
+    _check_stop_ids(config, model)
+    if len(prompts) == 0 or config.max_tokens == 0:
+        return iter(())
+    return _stream(model, pad_left(prompts, model), Sampler(config, prompts), cache)
+
+
+def _stream(
+    model: LanguageModel, prompts: tuple[Tensor, Tensor | None], sampler: Sampler, cache: Cache | None
+) -> Iterator[Step]:
+    """The steps of padded prompts."""
+    config, rows = sampler.config, list(range(prompts[0].shape[0]))
+    logits, cache = prefill(model, *prompts, config.prefill_chunk, cache)
     for count in range(1, config.max_tokens + 1):
         tokens = sampler.choose(logits, rows)
         chosen = tokens.tolist()
@@ -90,6 +100,14 @@ def pad_left(prompts: Prompts, model: LanguageModel) -> tuple[Tensor, Tensor | N
         return tokens, None
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     return tokens, torch.arange(longest, device=device) >= padding[:, None]
+
+
+def _check_stop_ids(config: GenerationConfig, model: LanguageModel) -> None:
+    """Refuse a token to stop at that can never come."""
+    vocabulary = model.config.vocabulary
+    for token in config.stop_ids:
+        if token >= vocabulary:
+            raise ValueError(f"stop_ids: got {token}, expected ids from 0 to {vocabulary - 1}, the vocabulary")
 
 
 def _advance(model: LanguageModel, tokens: Tensor, cache: Cache | None, mask: Tensor | None) -> tuple[Tensor, Cache]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +15,9 @@ from mesanet.config.generation import GenerationConfig
 class Sampler:
     """Chooses tokens for the rows of a batch; each row has its own stream of random numbers."""
 
-    def __init__(self, config: GenerationConfig, rows: int) -> None:
+    def __init__(self, config: GenerationConfig, prompts: Sequence[Sequence[int]]) -> None:
         self.config = config
-        self._random = [random.Random(f"{config.seed}:{row}") for row in range(rows)]
+        self._random = [random.Random(name) for name in stream_names(config.seed, prompts)]
 
     def choose(self, logits: Tensor, rows: list[int]) -> Tensor:
         """[B] tokens for these rows from logits [B, vocabulary]."""
@@ -28,6 +30,18 @@ class Sampler:
         drawn = torch.searchsorted(sums, draws.to(sums.device) * sums[:, -1:], right=True)
         allowed = (likely > -torch.inf).sum(dim=-1, keepdim=True)
         return tokens.gather(1, torch.minimum(drawn, allowed - 1)).squeeze(1)
+
+
+def stream_names(seed: int, prompts: Sequence[Sequence[int]]) -> Iterator[str]:
+    """What the random numbers of each prompt depend on: the seed, its tokens, and how many equal ones came before.
+
+    The place in the batch is not part of it, so that a prompt gets the same numbers whatever it shares a batch with.
+    """
+    equal: Counter[str] = Counter()
+    for prompt in prompts:
+        tokens = ",".join(str(int(token)) for token in prompt)
+        yield f"{seed}:{equal[tokens]}:{tokens}"
+        equal[tokens] += 1
 
 
 def truncated(logits: Tensor, config: GenerationConfig) -> Tensor:

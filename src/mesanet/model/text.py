@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from mesanet.config.generation import GenerationConfig
 from mesanet.model.backbone import LanguageModel
-from mesanet.model.generate import DEFAULTS, stream
+from mesanet.model.generate import DEFAULTS, Step, stream
 
 LONGEST_REDECODED = 64
 """Tokens that are decoded again together with a new one: decoding all of them each time would be quadratic."""
@@ -42,15 +42,22 @@ def stream_text(
     config: GenerationConfig = DEFAULTS,
     stop: Sequence[str] = (),
 ) -> Iterator[str]:
-    """Continue a text piece by piece, up to BOS, the first of the `stop` strings, or `config.max_tokens`."""
+    """Continue a text piece by piece, up to BOS, the first of the `stop` strings, or `config.max_tokens`.
+
+    What does not fit is refused by the call itself, before anything is generated.
+    """
     if tokenizer.vocabulary > model.config.vocabulary:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocabulary} tokens, but the model's vocabulary is only "
             f"{model.config.vocabulary}: it was trained with another tokenizer"
         )
     tokens = [tokenizer.bos, *map(int, tokenizer.encode_batch([prompt])[0])]
-    text = TextStream(tokenizer.decode, stop)
-    for step in stream(model, [tokens], config):
+    return _pieces(stream(model, [tokens], config), tokenizer, TextStream(tokenizer.decode, stop))
+
+
+def _pieces(steps: Iterator[Step], tokenizer: TextCodec, text: TextStream) -> Iterator[str]:
+    """The text of a single sequence's tokens, up to BOS or a stop string."""
+    for step in steps:
         token = step.tokens[0]
         if token == tokenizer.bos:
             break
