@@ -129,6 +129,40 @@ def test_the_chunked_loss_is_cross_entropy(chunk: int, monkeypatch: pytest.Monke
     assert nothing.item() == 0
 
 
+def test_second_derivatives_of_the_loss_are_refused() -> None:
+    """A penalty on the gradient would otherwise count it as a constant."""
+    hidden = torch.randn(2, 7, 16, requires_grad=True)
+    mean, _ = chunked_loss(hidden, torch.randn(61, 16), torch.randint(61, (2, 7)), 30.0)
+    (gradient,) = torch.autograd.grad(mean, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="chunked_loss: got a request for second derivatives"):
+        (gradient.square().sum() + hidden.sum()).backward()
+
+
+def test_the_logits_of_the_last_tokens_only() -> None:
+    model = small("gla")
+    tokens = torch.randint(61, (2, 5))
+    whole, _ = model(tokens)
+    for last, expected in [(0, whole[:, :0]), (2, whole[:, 3:]), (5, whole), (7, whole)]:
+        torch.testing.assert_close(model(tokens, last=last)[0], expected)
+    with pytest.raises(ValueError, match="last: got -1"):
+        model(tokens, last=-1)
+
+
+def test_a_mask_of_integers_is_the_mask_of_truths() -> None:
+    model = small("gla")
+    tokens = torch.randint(61, (2, 5))
+    mask = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 0]])
+    expected, cache = model(tokens, mask=mask.bool())
+    for dtype in (torch.long, torch.uint8):
+        actual, after = model(tokens, mask=mask.to(dtype))
+        assert torch.equal(actual, expected)
+        assert torch.equal(after.lengths, cache.lengths)
+    with pytest.raises(ValueError, match="mask: got numbers up to 2 and down to 0, expected 0 and 1"):
+        model(tokens, mask=2 * mask)
+    with pytest.raises(ValueError, match=r"mask: got torch\.float32, expected true and false"):
+        model(tokens, mask=mask.float())
+
+
 def test_activation_checkpointing_changes_no_gradient() -> None:
     model = small("mesa", "attention").train()
     tokens = torch.randint(61, (2, 20))

@@ -102,13 +102,15 @@ class LanguageModel(nn.Module):
     ) -> tuple[Tensor, Cache]:
         """Logits [B, T, vocabulary] of the next token after each of `tokens` [B, T], and the cache to go on with.
 
-        `mask` [B, T] is false for padding, wherever it stands. `cu_seqlens` [S + 1] says where sequences that are
-        packed into one row begin and end; the cache then has a row for each. `last` asks for the logits of the last
-        so many tokens only.
+        `mask` [B, T] is false, or 0, for padding, wherever it stands. `cu_seqlens` [S + 1] says where sequences that
+        are packed into one row begin and end; the cache then has a row for each. `last` asks for the logits of the
+        last so many tokens only, or of all where there are fewer.
         """
+        if last is not None and last < 0:
+            raise ValueError(f"last: got {last}, expected a number of tokens, which is never negative")
         hidden, cache = self.hidden(tokens, cache, mask=mask, cu_seqlens=cu_seqlens)
         if last is not None:
-            hidden = hidden[:, hidden.shape[1] - last :]
+            hidden = hidden[:, max(0, hidden.shape[1] - last) :]
         return self.logits(hidden), cache
 
     def hidden(
@@ -126,6 +128,7 @@ class LanguageModel(nn.Module):
         the residual stream before each block.
         """
         self._check(tokens, cache, mask, cu_seqlens)
+        mask = None if mask is None else mask.bool()
         x = tokens if tokens.is_floating_point() else self.embedding(tokens)
         order = None
         padding = None
@@ -300,6 +303,10 @@ class LanguageModel(nn.Module):
         rows = tokens.shape[0]
         if mask is not None and mask.shape != tokens.shape[:2]:
             raise ValueError(f"mask: got shape {tuple(mask.shape)}, expected that of tokens, {tuple(tokens.shape[:2])}")
+        if mask is not None and (mask.is_floating_point() or mask.is_complex()):
+            raise ValueError(f"mask: got {mask.dtype}, expected true and false, or 1 and 0 as integers")
+        if mask is not None and mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
+            raise ValueError(f"mask: got numbers up to {int(mask.max())} and down to {int(mask.min())}, expected 0 and 1")
         if cu_seqlens is not None:
             if mask is not None:
                 raise ValueError("mask: packed sequences (cu_seqlens) have no padding, so give only one of the two")

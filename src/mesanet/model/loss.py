@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mesanet.model.layers import soft_cap
+from mesanet.ops.derivatives import first_derivative_only
 
 CHUNK_ELEMENTS = 2**23
 """Logits held at once, about 32 MiB in float32."""
@@ -53,6 +54,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return (nll * weights).sum(), nll
 
     @staticmethod
+    @first_derivative_only("chunked_loss")
     def backward(ctx: Any, grad_loss: Tensor, grad_nll: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_embedding = ctx.saved_tensors
         scaled = (grad_embedding * grad_loss).to(ctx.embedding_dtype)
