@@ -10,7 +10,17 @@ from typing import BinaryIO
 
 import pytest
 
-from mesanet.io import read_json, sync_folder, write_atomic, write_bytes_atomic, write_json_atomic, write_text_atomic
+from mesanet.errors import UserError
+from mesanet.io import (
+    check_shape,
+    read_json,
+    read_record,
+    sync_folder,
+    write_atomic,
+    write_bytes_atomic,
+    write_json_atomic,
+    write_text_atomic,
+)
 
 
 @pytest.fixture
@@ -108,3 +118,30 @@ def test_broken_json_names_the_file(target: Path) -> None:
     target.write_text(json.dumps({"x": 1})[:-1])
     with pytest.raises(ValueError, match=r"file\.txt is not valid JSON"):
         read_json(target)
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ([], "it is a list instead of a table"),
+        ({"name": "x", "sizes": []}, "it has no 'loss'"),
+        ({"name": 1, "sizes": [], "loss": 1.0}, "name is a number"),
+        ({"name": "x", "sizes": 3, "loss": 1.0}, "sizes is a number instead of a list"),
+        ({"name": "x", "sizes": [{"count": 1}, {}], "loss": 1.0}, r"sizes\[1\] has no 'count'"),
+        ({"name": "x", "sizes": [{"count": True}], "loss": 1.0}, r"sizes\[0\].count is true or false"),
+        ({"name": "x", "sizes": [], "loss": "1.0"}, "loss is a text"),
+    ],
+)
+def test_records_that_lack_something_are_refused_by_name(tmp_path: Path, value: object, problem: str) -> None:
+    shape = {"name": str, "sizes": [{"count": int}], "loss": (None, float)}
+    for whole in ({"name": "x", "sizes": [{"count": 1}], "loss": 1}, {"name": "", "sizes": [], "loss": None, "y": 2}):
+        check_shape("somewhere", whole, shape)
+    write_json_atomic(tmp_path / "record.json", value)
+    with pytest.raises(UserError, match=rf"record\.json is damaged: {problem}"):
+        read_record(tmp_path / "record.json", shape)
+
+
+def test_what_is_no_utf_8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(UserError, match=r"x\.json is not valid JSON"):
+        read_json(tmp_path / "x.json")

@@ -17,6 +17,11 @@ from typing import Any, BinaryIO
 
 from mesanet.errors import UserError
 
+Shape = type[Any] | dict[str, Any] | list[Any] | tuple[Any, ...] | None
+"""What plain data have to hold: a type; a table with these entries at least; a list of one kind of item; one of several
+shapes; or null."""
+_ACCEPTED: dict[Any, Any] = {float: (int, float)}
+
 
 def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> Path:
     """Let `write` fill a temporary file, then put it in the place of `path`; missing folders are created.
@@ -59,11 +64,53 @@ def write_json_atomic(path: str | os.PathLike[str], value: Any, *, indent: int |
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read a JSON file; a ValueError that names the file says where it is broken."""
+    """Read a JSON file; a UserError that names the file says where it is broken."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{os.fspath(path)} is not valid JSON: {error}") from error
+    except ValueError as error:
+        raise UserError(f"{os.fspath(path)} is not valid JSON: {error}") from error
+
+
+def read_record(path: str | os.PathLike[str], shape: Shape) -> Any:
+    """Read a JSON file that holds at least what `shape` says, or raise a UserError that names the file."""
+    value = read_json(path)
+    check_shape(path, value, shape)
+    return value
+
+
+def check_shape(place: str | os.PathLike[str], value: Any, shape: Shape) -> None:
+    """Refuse plain data that lack something, or have something else in its place; the UserError names `place`."""
+    problem = _misfit(value, shape, "")
+    if problem is not None:
+        raise UserError(f"{os.fspath(place)} is damaged: {problem}")
+
+
+def _misfit(value: Any, shape: Shape, name: str) -> str | None:
+    """What does not fit, in words; None where all does."""
+    here = name or "it"
+    if isinstance(shape, tuple):
+        return None if any(_misfit(value, each, name) is None for each in shape) else f"{here} is {_kind(value)}"
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return f"{here} is {_kind(value)} instead of a table"
+        absent = next((key for key in shape if key not in value), None)
+        if absent is not None:
+            return f"{here} has no {absent!r}"
+        parts = ((value[key], inner, f"{name}.{key}" if name else key) for key, inner in shape.items())
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            return f"{here} is {_kind(value)} instead of a list"
+        parts = ((item, shape[0], f"{name}[{number}]") for number, item in enumerate(value))
+    else:
+        fits = value is None if shape is None else isinstance(value, _ACCEPTED.get(shape, shape))
+        return None if fits and not (isinstance(value, bool) and shape is not bool) else f"{here} is {_kind(value)}"
+    return next(filter(None, (_misfit(*part) for part in parts)), None)
+
+
+def _kind(value: Any) -> str:
+    return {"dict": "a table", "list": "a list", "str": "a text", "NoneType": "null", "bool": "true or false"}.get(
+        type(value).__name__, "a number"
+    )
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:

@@ -60,7 +60,7 @@ def test_checksums_are_asked_for_once_and_on_request(copy: Path, monkeypatch: py
         read.append(path.name)
         return file_digest(path)
 
-    monkeypatch.setattr("mesanet.data.dataset.file_digest", watched)
+    monkeypatch.setattr("mesanet.data.index.file_digest", watched)
     open_dataset(copy, verify=False)
     assert not read
     open_dataset(copy)
@@ -79,7 +79,7 @@ def test_data_that_cannot_be_written_to_can_be_read(copy: Path, monkeypatch: pyt
     def refuse(*_: object) -> None:
         raise PermissionError
 
-    monkeypatch.setattr("mesanet.data.dataset.write_json_atomic", refuse)
+    monkeypatch.setattr("mesanet.data.index.write_json_atomic", refuse)
     assert len(open_dataset(copy).train) > 0
     assert not (copy / "verified.json").exists()
 
@@ -91,6 +91,8 @@ def test_data_that_cannot_be_written_to_can_be_read(copy: Path, monkeypatch: pyt
         (lambda folder: (folder / "preparation.json").write_text("{}"), "is not finished; run the same command again"),
         (lambda folder: (folder / "index.json").write_text("{"), "not valid JSON"),
         (lambda folder: (folder / "index.json").write_text(json.dumps({"format": 999})), "not of format"),
+        (lambda folder: (folder / "index.json").write_text('{"format": 1}'), "index.json is damaged: it has no 'token"),
+        (lambda folder: (folder / "index.json").write_bytes(b'{"\xff'), "index.json is not valid JSON"),
     ],
 )
 def test_what_is_no_prepared_data(tmp_path: Path, prepare: Callable[[Path], object], says: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -176,6 +177,63 @@ def test_the_same_command_again_changes_nothing(tmp_path: Path, prepared: Path, 
     before = contents(tmp_path / "out")
     prepare(config(source, out=tmp_path / "out", shard_tokens=5000), quiet=True)
     assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_what_is_damaged_is_made_anew_by_the_same_command(
+    tmp_path: Path, texts: list[str], tokenizer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if tokenizer != "bytes":
+        pytest.importorskip("tokenizers")
+    asked = config(
+        write_lines(tmp_path / "texts.jsonl", texts), out=tmp_path / "out", tokenizer=tokenizer, shard_tokens=2000
+    )
+    prepare(asked, quiet=True)
+    before = contents(asked.out)
+    for name in before:
+        if name == "index.json":
+            continue
+        for damaged in (b"", b"#" * len(before[name])):
+            stamp = (asked.out / name).stat()
+            (asked.out / name).write_bytes(damaged)
+            # A disk that loses bits tells no time.
+            os.utime(asked.out / name, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+            prepare(asked)
+            assert f"{name} is damaged" in capsys.readouterr().err
+            after = contents(asked.out)
+            assert {name: after[name] for name in before} == before
+        (asked.out / name).unlink()
+        prepare(asked, quiet=True)
+        assert open_dataset(asked.out, verify=True).fingerprint
+
+
+def test_a_damaged_folder_that_holds_another_preparation_is_left_alone(
+    tmp_path: Path, prepared: Path, texts: list[str]
+) -> None:
+    source = write_lines(tmp_path / "texts.jsonl", texts)
+    shutil.copytree(prepared, tmp_path / "out")
+    (tmp_path / "out" / "train.documents").unlink()
+    before = contents(tmp_path / "out")
+    with pytest.raises(UserError, match="holds another preparation"):
+        prepare(config(source, out=tmp_path / "out", shard_tokens=5001), quiet=True)
+    assert contents(tmp_path / "out") == before
+
+
+def test_making_it_anew_goes_on_after_it_was_stopped(
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesanet.data.streams.BLOCK", 1000)
+    asked = config(write_lines(tmp_path / "texts.jsonl", texts), out=tmp_path / "out", shard_tokens=2000)
+    prepare(asked, quiet=True)
+    before = contents(asked.out)
+    (asked.out / "train-00000.tokens").write_bytes(b"")
+    with monkeypatch.context() as patch:
+        _stop_after(patch, 12)
+        with pytest.raises(StoppedError):
+            prepare(asked, quiet=True)
+    assert (asked.out / "group-00000.json").exists()
+    prepare(asked, quiet=True)
+    assert contents(asked.out) == before
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mesanet.data.dataset import DamagedShardError as DamagedShardError
     from mesanet.data.dataset import Dataset as Dataset
     from mesanet.data.dataset import Split as Split
     from mesanet.data.dataset import open_dataset as open_dataset
+    from mesanet.data.index import DamagedShardError as DamagedShardError
     from mesanet.data.loader import Loader as Loader
     from mesanet.data.loader import TensorBatch as TensorBatch
     from mesanet.data.loader import make_batches as make_batches
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from mesanet.data.tokenizer_training import train_tokenizer as train_tokenizer
 
 _NAMES = {
-    "dataset": ("DamagedShardError", "Dataset", "Split", "open_dataset"),
+    "dataset": ("Dataset", "Split", "open_dataset"),
+    "index": ("DamagedShardError",),
     "loader": ("Loader", "TensorBatch", "make_batches"),
     "packing": ("IGNORED", "Batch", "Batches", "PackedSequences", "packed_windows"),
     "preparation": ("prepare",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections import OrderedDict
@@ -12,17 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mesanet.data.layout import FORMAT, INDEX, PLAN, SPLITS, TOKENIZER, VERIFIED
+from mesanet.data.index import check_contents, check_sizes, entries, read_index
+from mesanet.data.layout import INDEX, PLAN, SPLITS, TOKENIZER
 from mesanet.data.tokenizer import Tokenizer, load_tokenizer
 from mesanet.errors import UserError
-from mesanet.io import file_digest, read_json, write_json_atomic
 
 # Every map holds a file descriptor, of which a process has about a thousand.
 MAPS = 256
-
-
-class DamagedShardError(UserError):
-    """A file of a prepared folder is not what the index says; the text names it."""
 
 
 class Split:
@@ -89,7 +84,7 @@ class Dataset:
     @property
     def fingerprint(self) -> str:
         """A hash of all tokens, documents and the tokenizer: equal fingerprints mean equal data, wherever they lie."""
-        parts = [self.index["tokenizer"]["fingerprint"], *(entry["sha256"] for entry in _entries(self.index))]
+        parts = [self.index["tokenizer"]["fingerprint"], *(entry["sha256"] for entry in entries(self.index))]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def split(self, name: str) -> Split:
@@ -118,49 +113,11 @@ def open_dataset(folder: str | os.PathLike[str], *, verify: bool | None = None) 
     if not (path / INDEX).is_file():
         state = "is not finished; run the same command again" if (path / PLAN).exists() else "does not exist"
         raise UserError(f"{path} is no prepared data: its {INDEX} {state}; `mesanet data prepare` writes one")
-    index = read_json(path / INDEX)
-    if not isinstance(index, dict) or index.get("format") != FORMAT:
-        raise UserError(f"{path / INDEX} is not of format {FORMAT}, the only one that this version reads")
-    for entry in _entries(index):
-        _check_size(path / entry["file"], entry["bytes"])
+    index = read_index(path)
+    check_sizes(path, index)
     if verify is not False:
-        _verify(path, index, everything=verify is True)
+        check_contents(path, index, everything=verify is True)
     return Dataset(path, index)
-
-
-def _entries(index: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what the index says of each file."""
-    splits = [index["splits"][split] for split in SPLITS]
-    tables = [split["table"] for split in splits if split["table"] is not None]
-    return [*(shard for split in splits for shard in split["shards"]), *tables, *index["files"]]
-
-
-def _check_size(path: Path, size: int) -> None:
-    try:
-        found = path.stat().st_size
-    except FileNotFoundError as error:
-        raise DamagedShardError(f"{path} is missing; prepare the data again") from error
-    if found != size:
-        raise DamagedShardError(f"{path} is damaged: it has {found} bytes instead of {size}; prepare the data again")
-
-
-def _verify(folder: Path, index: dict[str, Any], *, everything: bool) -> None:
-    """Check checksums, and note which files, as they are now, need no second check."""
-    known: dict[str, Any] = {}
-    if not everything and (folder / VERIFIED).exists():
-        with contextlib.suppress(ValueError):
-            known = read_json(folder / VERIFIED)
-    checked = {}
-    for entry in _entries(index):
-        path = folder / entry["file"]
-        mark = [entry["sha256"], path.stat().st_mtime_ns]
-        if known.get(entry["file"]) != mark and file_digest(path) != entry["sha256"]:
-            raise DamagedShardError(f"{path} is damaged: its checksum is wrong; prepare the data again")
-        checked[entry["file"]] = mark
-    if checked != known:
-        # Data that others own, or on a medium that can't be written to, are checked each time.
-        with contextlib.suppress(OSError):
-            write_json_atomic(folder / VERIFIED, checked)
 
 
 def _map_file(path: Path, kind: np.dtype[Any]) -> NDArray[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from mesanet.data.index import DamagedShardError, check_contents, check_sizes, read_index, read_plan
 from mesanet.data.layout import (
     INDEX,
     LOCK,
@@ -60,14 +61,24 @@ class Folder:
             with contextlib.suppress(OSError):
                 self.path.rmdir()
 
-    def claim(self, plan: dict[str, Any]) -> dict[str, Any] | None:
-        """Make the folder hold this preparation, or raise UserError if it holds another; return the index if done."""
+    def claim(self, plan: dict[str, Any], say: Callable[[str], object]) -> dict[str, Any] | None:
+        """Make the folder hold this preparation, or raise UserError if it holds another.
+
+        Returns the index if all of it is done and whole; what has been damaged since is done again.
+        """
         if (self.path / INDEX).exists():
-            index: dict[str, Any] = read_json(self.path / INDEX)
+            index = read_index(self.path)
             self._refuse_other(index, plan)
+            try:
+                check_sizes(self.path, index)
+                check_contents(self.path, index, everything=True)
+            except DamagedShardError as error:
+                say(str(error))
+                self._begin_anew(plan)
+                return None
             self._clear_up()
             return index
-        there = read_json(self.path / PLAN) if (self.path / PLAN).exists() else None
+        there = read_plan(self.path) if (self.path / PLAN).exists() else None
         if there is not None and self.finished():
             self._refuse_other(there, plan)
         self._claimed = True
@@ -78,10 +89,18 @@ class Folder:
         write_json_atomic(self.path / PLAN, plan)
         return None
 
+    def _begin_anew(self, plan: dict[str, Any]) -> None:
+        """Give up what is finished; the plan comes first, so that whoever looks sees a preparation at any moment."""
+        self._claimed = True
+        write_json_atomic(self.path / PLAN, plan)
+        self._remove(INDEX)
+        self._remove_unfinished()
+
     def asked_for(self) -> dict[str, Any] | None:
         """Return the plan of what is in the folder, finished or not; None where there is nothing yet."""
-        name = next((name for name in (INDEX, PLAN) if (self.path / name).exists()), None)
-        return None if name is None else read_json(self.path / name)
+        if (self.path / INDEX).exists():
+            return read_index(self.path)
+        return read_plan(self.path) if (self.path / PLAN).exists() else None
 
     def finished(self) -> int:
         """Return how many groups of shards are finished."""

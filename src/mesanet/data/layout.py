@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from mesanet.io import file_digest as file_digest
+from mesanet.io import file_digest
 
 FORMAT = 1
 SPLITS = ("train", "validation")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -38,7 +39,7 @@ def prepare(config: PrepareConfig, *, quiet: bool = False) -> dict[str, Any]:
             sources = find_sources(config)
             tokenizer = find_tokenizer(config, sources, folder, quiet=quiet)
             plan = make_plan(config, tokenizer, sources)
-            index = folder.claim(plan)
+            index = folder.claim(plan, lambda problem: None if quiet else print(problem, file=sys.stderr, flush=True))
             return _Preparation(config, tokenizer, sources, folder, quiet).run(plan) if index is None else index
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -52,16 +53,26 @@ def find_tokenizer(config: PrepareConfig, sources: list[Source], folder: Folder,
     """Load the tokenizer, or train the one that `bpe:N` stands for, unless this very preparation has it already."""
     if not config.tokenizer.startswith(TRAINED):
         return load_tokenizer(config.tokenizer, config.bos_token)
+    trained = trained_before(config, sources, folder)
+    return tokenizer_of_sources(config, quiet=quiet) if trained is None else trained
+
+
+def trained_before(config: PrepareConfig, sources: list[Source], folder: Folder) -> Tokenizer | None:
+    """The tokenizer that an earlier call of this very preparation has trained, if it is there and whole."""
     there = folder.asked_for()
-    if there is not None and (folder.path / TOKENIZER).exists() and there["tokenizer"]["name"] == config.tokenizer:
-        asked = {"format": FORMAT, "options": plan_options(config), "sources": [each.identity() for each in sources]}
+    if there is None or there["tokenizer"]["name"] != config.tokenizer:
+        return None
+    asked = {"options": plan_options(config), "sources": [each.identity() for each in sources]}
+    if {name: there[name] for name in asked} != asked:
+        return None
+    try:
         tokenizer = load_tokenizer(folder.path / TOKENIZER)
-        if {name: there[name] for name in asked} == asked and tokenizer.fingerprint == there["tokenizer"][
-            "fingerprint"
-        ]:
-            tokenizer.name = config.tokenizer
-            return tokenizer
-    return tokenizer_of_sources(config, quiet=quiet)
+    except ValueError:
+        return None
+    if tokenizer.fingerprint != there["tokenizer"]["fingerprint"]:
+        return None
+    tokenizer.name = config.tokenizer
+    return tokenizer
 
 
 def plan_options(config: PrepareConfig) -> dict[str, Any]:
