@@ -304,6 +304,45 @@ def test_gradients_flow_through_the_cache(pattern: tuple[str, ...]) -> None:
         torch.testing.assert_close(parameter.grad, whole[name], atol=1e-10, rtol=1e-8, msg=name)
 
 
+@pytest.mark.parametrize("part", ["query", "key", "value"])
+@pytest.mark.parametrize("name", [name for name, kind in MIXERS.items() if kind.observable])
+def test_gradients_flow_through_the_cache_where_one_projection_alone_learns(name: str, part: str) -> None:
+    """No piece writes into what the backward pass of an earlier one needs."""
+    model = build((name,), layers=1)
+    inputs = tokens(2, 14)
+    weight = getattr(model.mixers()[0], part).weight
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is weight)
+    with torch.enable_grad():
+        (whole,) = torch.autograd.grad(model(inputs)[0].square().mean(), weight)
+        (pieces,) = torch.autograd.grad(in_pieces(model, inputs, [5, 6, 7])[0].square().mean(), weight)
+    torch.testing.assert_close(pieces, whole, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_what_is_not_a_number_stays_at_padding(name: str) -> None:
+    """In the layer by itself, and in the gradients of a model that is given vectors."""
+    mixer = one_mixer(name)
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    layout = dense_layout(2, 9, None, torch.tensor([3, 0]), x.device)
+    expected, expected_state = mixer(x, layout, None)
+    x[0, :3] = torch.nan
+    output, state = mixer(x, layout, None)
+    assert torch.equal(output[0, 3:], expected[0, 3:])
+    assert torch.equal(output[1], expected[1])
+    following = dense_layout(2, 1, torch.tensor([6, 9]), None, x.device)
+    assert torch.equal(mixer(x[:, 8:], following, state)[0], mixer(x[:, 8:], following, expected_state)[0])
+
+    model = build((name,)).train()
+    mask = layout.real
+    assert mask is not None
+    with torch.enable_grad():
+        model(x, mask=mask)[0][mask].square().sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert gradients
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
 @pytest.mark.parametrize("pattern", PATTERNS, ids=ids)
 def test_a_cache_can_be_branched_and_reordered(pattern: tuple[str, ...]) -> None:
     model = build(pattern)

@@ -211,14 +211,19 @@ def test_a_change_of_the_solver_that_changes_nothing_is_refused() -> None:
 
 def test_the_config_tells_the_model_as_it_stands() -> None:
     model = small("mesa", "gla", layers=4)
-    built = model.config
     model.set_solver(max_steps=3, preconditioner="none")
     model.set_solver(tolerance=0.25, mode="training")
     assert model.config.inference_solver == SolverConfig(max_steps=3, tolerance=1e-7, preconditioner=None)
     assert model.config.training_solver == SolverConfig(tolerance=0.25)
     assert model.to(torch.bfloat16).config.dtype == "bfloat16"
-    model.set_solver(max_steps=9, layers=(2,))
-    assert model.config.inference_solver == built.inference_solver
+    common = model.config
+    model.set_solver(max_steps=9, mode="both", layers=(2,))
+    assert model.config == common
+    model.set_solver(tolerance=0.125, mode="both")
+    assert model.config.inference_solver == SolverConfig(max_steps=3, tolerance=0.125, preconditioner=None)
+    assert model.config.training_solver == SolverConfig(tolerance=0.125)
+    model.set_solver(max_steps=4, layers=(0, 2))
+    assert model.config.inference_solver.max_steps == 4
 
 
 def test_observations_are_what_the_rule_got() -> None:
@@ -231,6 +236,30 @@ def test_observations_are_what_the_rule_got() -> None:
     assert not seen[0].keys.requires_grad
     model(torch.randint(61, (3, 8)))
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_every_mixer_with_queries_keys_and_values_can_be_observed(name: str) -> None:
+    """Once for each call, also where activation checkpointing computes it again in the backward pass."""
+    model = small(name).train()
+    tokens = torch.randint(61, (3, 8))
+    model.set_activation_checkpointing(True)
+    with model.observe() as seen:
+        model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+    if name == "hawk":
+        assert seen == []
+        with pytest.raises(ValueError, match=r"layers: got \[1\], expected some of those that can be observed, \[\]"):
+            model.observe((1,)).__enter__()
+        return
+    assert [observation.layer for observation in seen] == [0, 1]
+    for observation in seen:
+        assert observation.queries.shape == observation.keys.shape == observation.values.shape == (3, 7, 2, 16)
+        assert (observation.steps is not None) == (name == "mesa")
+        assert (observation.ridge is not None) == name.startswith("mesa")
+        forgets = getattr(MIXERS[name], "forgets", False)
+        assert (observation.gates.log_decay is not None) == forgets
+    with pytest.raises(ValueError, match=r"layers: got \[2\], expected some of those that can be observed, \[0, 1\]"):
+        model.observe((0, 2)).__enter__()
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 64, 100, 400])
@@ -247,7 +276,9 @@ def test_windowed_attention_is_attention_under_a_band(window: int) -> None:
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=band
         )
         torch.testing.assert_close(output, expected.transpose(1, 2))
-        assert after.keys.shape[1] == window - 1
+        # No slot is kept, or looked at, that holds no token.
+        assert after.keys.shape[1] == min(time, window - 1)
+        assert after.valid is None
 
 
 def test_attention_is_the_attention_of_llama() -> None:
@@ -272,7 +303,7 @@ def test_attention_is_the_attention_of_llama() -> None:
 
 def test_a_model_built_on_the_meta_device_can_be_drawn_later() -> None:
     with torch.device("meta"):
-        model = LanguageModel(ModelConfig(mixers=tuple(MIXERS), layers=11, width=32, heads=2, key_size=16))
+        model = LanguageModel(ModelConfig(mixers=tuple(MIXERS), layers=len(MIXERS), width=32, heads=2, key_size=16))
     model.to_empty(device="cpu")
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, float("nan"))

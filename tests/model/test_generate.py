@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mesanet.config.generation import GenerationConfig
 from mesanet.config.model import ModelConfig
+from mesanet.mixers import MIXERS
 from mesanet.model.backbone import LanguageModel
 from mesanet.model.generate import generate, stream
 from mesanet.model.sampling import Sampler, truncated
@@ -27,6 +28,9 @@ def small(*mixers: str, vocabulary: int = 61) -> LanguageModel:
     )
 
 
+PATTERNS = [*((name,) for name in MIXERS), ("hawk", "mesa"), ("sliding_window", "gated_deltanet"), ("attention", "mesa")]
+
+
 @pytest.fixture(params=["attention", "sliding_window", "mesa", "hawk"])
 def model(request: pytest.FixtureRequest) -> LanguageModel:
     return small(request.param)
@@ -41,7 +45,9 @@ def test_greedy_is_the_argmax_of_the_whole_sequence(model: LanguageModel) -> Non
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_batch_and_pieces_leave_no_trace(model: LanguageModel, temperature: float) -> None:
+@pytest.mark.parametrize("pattern", PATTERNS, ids="-".join)
+def test_batch_and_pieces_leave_no_trace(pattern: tuple[str, ...], temperature: float) -> None:
+    model = small(*pattern)
     config = GenerationConfig(max_tokens=15, temperature=temperature, top_k=20, top_p=0.9)
     together = generate(model, PROMPTS, config)
     pieces = GenerationConfig(max_tokens=15, temperature=temperature, top_k=20, top_p=0.9, prefill_chunk=2)

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mesanet.config.model import ModelConfig
-from mesanet.mixers.base import Mixer
+from mesanet.mixers.base import Gates, Mixer
 from mesanet.mixers.key_values import KeyValues, Window
 from mesanet.mixers.layers import Linear, apply_rotary, split_heads
-from mesanet.mixers.layout import Layout, join_history
+from mesanet.mixers.layout import Layout
 
 SMALLEST_BLOCK = 64
 """Queries that windowed attention handles together, at least."""
@@ -20,6 +20,8 @@ SMALLEST_BLOCK = 64
 
 class Attention(Mixer):
     """Causal softmax attention over every token so far."""
+
+    observable = True
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -37,6 +39,9 @@ class Attention(Mixer):
             q.shape[-1], self.rope_base, torch.float64 if x.dtype == torch.float64 else torch.float32
         )
         q, k = apply_rotary(q, *angles), apply_rotary(k, *angles)
+        # A score of minus infinity takes a key out only as long as it is a number, and so does a weight of zero a value.
+        k, v = layout.blank(k), layout.blank(v)
+        self.observe(q, k, v, Gates(None, None, None), layout)
         if layout.cu_seqlens is not None:
             output, state = self._packed(q, k, v, layout, state)
         else:
@@ -47,15 +52,14 @@ class Attention(Mixer):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, state: Any) -> tuple[Tensor, Any]:
         """Attention of [B, T, H, K], of which the first `padding` [B] are none, and the keys and values from now on."""
         q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-        time = q.shape[2]
-        real = None if padding is None else torch.arange(time, device=q.device) >= padding[:, None]
-        seen = KeyValues.of(k, v, real) if state is None else state.append(k, v, real)
-        keys, values = seen.keys.to(q.dtype), seen.values.to(q.dtype)
-        if seen.valid is None and (time == seen.slots or time == 1):
-            output = F.scaled_dot_product_attention(q, keys, values, is_causal=time > 1)
+        real = None if padding is None else torch.arange(k.shape[2], device=k.device) >= padding[:, None]
+        if state is None:
+            seen = KeyValues.of(k, v, real)
         else:
-            output = F.scaled_dot_product_attention(q, keys, values, attn_mask=causal_mask(seen, time))
-        return output.transpose(1, 2), seen
+            # A buffer that is written to further on would spoil what the backward pass of this call needs.
+            watched = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
+            seen = state.append(k, v, real, in_place=not watched)
+        return causal_attention(q, seen.keys, seen.values, seen.valid).transpose(1, 2), seen
 
     def _packed(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout, state: Any) -> tuple[Tensor, Any]:
         """Each sequence by itself, so that no work is spent on pairs of tokens that never meet."""
@@ -76,35 +80,41 @@ class SlidingWindow(Attention):
         self.window = config.window
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, state: Any) -> tuple[Tensor, Any]:
-        """Each block of queries attends to itself and to the window - 1 keys before it."""
-        before: Window = state if state is not None else Window.empty(k, v, self.window - 1)
-        fresh = k.new_ones(k.shape[:2], dtype=torch.bool)
-        if padding is not None:
-            fresh = torch.arange(k.shape[1], device=k.device) >= padding[:, None]
-        keys = join_history(before.keys, k, padding)
-        values = join_history(before.values, v, padding)
-        valid = join_history(before.valid, fresh, padding)
-        kept = keys.shape[1] - self.window + 1
-        # Cloned: views would keep the whole prompt in memory for as long as the window lives.
-        after = Window(*(tensor[:, kept:].clone() for tensor in (keys, values, valid)))
+        """Everything at once while it fits the window; then each block attends to itself and the window - 1 before it."""
+        before = Window.empty(k, v) if state is None else state
+        seen = before.append(k, v, padding)
+        after = seen.last(self.window - 1)
         if q.shape[1] == 0:
             return q.new_empty(*q.shape[:3], v.shape[3]), after
-        return banded_attention(q, keys, values, valid, self.window), after
+        if seen.slots > self.window:
+            return banded_attention(q, seen.led_by(self.window - 1 - before.slots), self.window), after
+        q, keys, values = (tensor.transpose(1, 2) for tensor in (q, seen.keys, seen.values))
+        return causal_attention(q, keys, values, seen.valid).transpose(1, 2), after
 
 
-def causal_mask(seen: KeyValues, time: int) -> Tensor:
+def causal_attention(q: Tensor, keys: Tensor, values: Tensor, valid: Tensor | None) -> Tensor:
+    """The last T of the slots, [B, H, T, K], attend to all [B, H, slots, K] up to themselves that are `valid`."""
+    time, slots = q.shape[2], keys.shape[2]
+    keys, values = keys.to(q.dtype), values.to(q.dtype)
+    if valid is None and time in (1, slots):
+        return F.scaled_dot_product_attention(q, keys, values, is_causal=time > 1)
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=causal_mask(slots, time, valid, q.device))
+
+
+def causal_mask(slots: int, time: int, valid: Tensor | None, device: torch.device) -> Tensor:
     """[B or 1, 1, T, slots] which slots each of the last T tokens may attend to; padding sees at least itself."""
-    slots = torch.arange(seen.slots, device=seen.keys.device)
-    own = slots[-time:, None]
-    allowed = slots <= own
-    if seen.valid is None:
+    places = torch.arange(slots, device=device)
+    own = places[slots - time :, None]
+    allowed = places <= own
+    if valid is None:
         return allowed[None, None]
     # A row without any allowed slot would be NaN.
-    return ((allowed & seen.valid[:, None, :]) | (slots == own))[:, None]
+    return ((allowed & valid[:, None, :]) | (places == own))[:, None]
 
 
-def banded_attention(q: Tensor, keys: Tensor, values: Tensor, valid: Tensor, window: int) -> Tensor:
-    """[B, T, H, K] attends to [B, window - 1 + T, H, K]: token t to the slots t to t + window - 1 that are valid."""
+def banded_attention(q: Tensor, seen: Window, window: int) -> Tensor:
+    """[B, T, H, K] attends to window - 1 + T slots: token t to the slots t to t + window - 1 that are valid."""
+    keys, values, valid = seen.keys, seen.values, seen.mask()
     batch, time = q.shape[:2]
     block = min(time, max(SMALLEST_BLOCK, window // 2))
     blocks = -(-time // block)

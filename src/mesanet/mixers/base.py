@@ -34,7 +34,7 @@ class Observation:
     layer: int
     """Which layer."""
     queries: Tensor
-    """[B, T, H, K] as the rule got them."""
+    """[B, T, H, K] as the rule got them: convolved and of length one, or in attention rotated."""
     keys: Tensor
     """[B, T, H, K]"""
     values: Tensor
@@ -42,7 +42,7 @@ class Observation:
     gates: Gates
     """The gates that the rule got."""
     ridge: Tensor | None
-    """[H, K] the regulariser, of mesa."""
+    """[H, K] the regulariser, of mesa and mesa_rls."""
     steps: Tensor | None
     """[B, T, H] solver steps that each token took, of mesa."""
     real: Tensor | None
@@ -61,6 +61,9 @@ class Mixer(nn.Module):
     signed_gates: ClassVar[bool] = False
     """Whether its forget gates can be negative, for `gamma_range="signed"`."""
 
+    observable: ClassVar[bool] = False
+    """Whether it calls `observe`: only what has queries, keys and values can."""
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         if config.gamma_range == "signed" and not self.signed_gates:
@@ -75,6 +78,33 @@ class Mixer(nn.Module):
         """Mix [B, T, D]; `layout` says where the tokens stand, `state` what came before (None for nothing)."""
         raise TypeError(f"{type(self).__name__} does not say how it mixes: it must override forward")
 
+    def observe(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Gates,
+        layout: Layout,
+        *,
+        ridge: Tensor | None = None,
+        steps: Tensor | None = None,
+    ) -> None:
+        """Tell whoever looks at this layer what it does; nothing happens where nobody looks."""
+        if self.observer is None:
+            return
+        self.observer(
+            Observation(
+                layer=self.layer,
+                queries=q.detach(),
+                keys=k.detach(),
+                values=v.detach(),
+                gates=Gates(*(None if gate is None else gate.detach() for gate in gates)),
+                ridge=None if ridge is None else ridge.detach(),
+                steps=steps,
+                real=layout.real,
+            )
+        )
+
 
 class HeadMixer(Mixer):
     """A mixer with queries, keys, values and scalar gates per head. A subclass says only its rule, in `mix`."""
@@ -85,6 +115,9 @@ class HeadMixer(Mixer):
     """Whether there is an input gate."""
     unit_keys: ClassVar[bool] = True
     """Whether queries and keys go through SiLU and are scaled to length one."""
+    observable = True
+    mix_observes: ClassVar[bool] = False
+    """Whether `mix` calls `observe` itself, since only the rule knows something that is to be seen."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -149,35 +182,10 @@ class HeadMixer(Mixer):
         gates = self.gates(x, layout)
         with own_precision(x):
             output, after = self.mix(q, k, v, gates, before, layout)
+        if not self.mix_observes:
+            self.observe(q, k, v, gates, layout)
         mixed: Tensor = self.output(self.norm(output.to(v.dtype)).flatten(-2))
         return mixed, ((query_state, key_state, value_state), after)
-
-    def observe(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        gates: Gates,
-        layout: Layout,
-        *,
-        ridge: Tensor | None = None,
-        steps: Tensor | None = None,
-    ) -> None:
-        """Tell whoever looks at this layer what it does; nothing happens where nobody looks."""
-        if self.observer is None:
-            return
-        self.observer(
-            Observation(
-                layer=self.layer,
-                queries=q.detach(),
-                keys=k.detach(),
-                values=v.detach(),
-                gates=Gates(*(None if gate is None else gate.detach() for gate in gates)),
-                ridge=None if ridge is None else ridge.detach(),
-                steps=steps,
-                real=layout.real,
-            )
-        )
 
 
 def own_precision(x: Tensor) -> torch.autocast:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mesanet.mixers.layout import join_history
+
 
 class _Buffer:
     """Room for keys and values, filled from the left."""
@@ -46,12 +48,15 @@ class KeyValues:
         """[B, H, slots, V]"""
         return self._buffer.values[:, :, : self.slots]
 
-    def append(self, keys: Tensor, values: Tensor, real: Tensor | None) -> KeyValues:
-        """The same with more at the end; `real` [B, T] is false for padding."""
+    def append(self, keys: Tensor, values: Tensor, real: Tensor | None, *, in_place: bool) -> KeyValues:
+        """The same with more at the end; `real` [B, T] is false for padding.
+
+        `in_place` allows to write behind what the buffer holds, where nobody else has.
+        """
         keys, values = keys.to(self._buffer.keys.dtype), values.to(self._buffer.values.dtype)
         valid = self._valid_after(real, keys)
         slots = self.slots + keys.shape[2]
-        if torch.is_grad_enabled() and (keys.requires_grad or self._buffer.keys.requires_grad):
+        if not in_place or (torch.is_grad_enabled() and self._differentiable()):
             joined = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
             return KeyValues(_Buffer(*joined, slots), slots, valid)
         buffer = self._buffer if self._can_write(slots) else self._grown(slots)
@@ -73,10 +78,14 @@ class KeyValues:
         after = keys.new_ones(rows, fresh, dtype=torch.bool) if real is None else real
         return torch.cat([before, after], dim=1)
 
+    def _differentiable(self) -> bool:
+        """Whether autograd watches what is in the buffer."""
+        return self._buffer.keys.requires_grad or self._buffer.values.requires_grad
+
     def _can_write(self, slots: int) -> bool:
         """Whether nobody else has written behind our slots, there is room, and autograd does not watch."""
         keys = self._buffer.keys
-        frozen = keys.requires_grad or (keys.is_inference() and not torch.is_inference_mode_enabled())
+        frozen = self._differentiable() or (keys.is_inference() and not torch.is_inference_mode_enabled())
         return self._buffer.used == self.slots and slots <= keys.shape[2] and not frozen
 
     def _grown(self, slots: int) -> _Buffer:
@@ -109,29 +118,64 @@ class KeyValues:
 
 
 class Window(NamedTuple):
-    """The last keys and values that windowed attention has seen, a fixed number of them."""
+    """The last keys and values that windowed attention has seen, fewer than its window."""
 
     keys: Tensor
-    """[B, window - 1, H, K]"""
+    """[B, slots, H, K]"""
     values: Tensor
-    """[B, window - 1, H, V]"""
-    valid: Tensor
-    """[B, window - 1] false where the sequence had not begun yet."""
+    """[B, slots, H, V]"""
+    valid: Tensor | None
+    """[B, slots] false where the sequence had not begun yet; None where every slot holds a token."""
 
     @classmethod
-    def empty(cls, k: Tensor, v: Tensor, slots: int) -> Window:
+    def empty(cls, k: Tensor, v: Tensor) -> Window:
         """Nothing seen yet, for keys and values like these [B, T, H, K]."""
-        return cls(
-            k.new_zeros(k.shape[0], slots, *k.shape[2:]),
-            v.new_zeros(v.shape[0], slots, *v.shape[2:]),
-            k.new_zeros(k.shape[0], slots, dtype=torch.bool),
-        )
+        return cls(k[:, :0], v[:, :0], None)
+
+    @property
+    def slots(self) -> int:
+        """Number of places."""
+        return self.keys.shape[1]
+
+    def mask(self) -> Tensor:
+        """`valid`, written out where it is None."""
+        return self.keys.new_ones(self.keys.shape[:2], dtype=torch.bool) if self.valid is None else self.valid
+
+    def append(self, k: Tensor, v: Tensor, padding: Tensor | None) -> Window:
+        """The same with [B, T, H, K] at the end, of which the first `padding` [B] are none."""
+        keys, values = join_history(self.keys, k, padding), join_history(self.values, v, padding)
+        if self.valid is None and padding is None:
+            return Window(keys, values, None)
+        fresh = k.new_ones(k.shape[:2], dtype=torch.bool)
+        if padding is not None:
+            fresh = torch.arange(k.shape[1], device=k.device) >= padding[:, None]
+        return Window(keys, values, join_history(self.mask(), fresh, padding))
+
+    def led_by(self, slots: int) -> Window:
+        """The same behind so many empty slots."""
+        if slots == 0:
+            return self
+        keys, values = (F.pad(tensor, (0, 0, 0, 0, slots, 0)) for tensor in (self.keys, self.values))
+        return Window(keys, values, F.pad(self.mask(), (slots, 0)))
+
+    def last(self, slots: int) -> Window:
+        """At most so many of the last slots."""
+        begin = max(0, self.slots - slots)
+        # Cloned: views would keep the whole prompt in memory for as long as the window lives.
+        return Window(*(None if part is None else part[:, begin:].clone() for part in self))
 
     def row(self, row: int) -> Window:
-        """One row."""
-        return Window(*(part[row : row + 1] for part in self))
+        """One row, without its empty slots."""
+        keys, values = self.keys[row : row + 1], self.values[row : row + 1]
+        if self.valid is not None:
+            keys, values = keys[:, self.valid[row]], values[:, self.valid[row]]
+        return Window(keys, values, None)
 
     @staticmethod
     def stack(rows: list[Window]) -> Window:
-        """Single rows as one."""
-        return Window(*(torch.cat(parts) for parts in zip(*rows, strict=True)))
+        """Single rows as one, the shorter ones behind empty slots."""
+        slots = max(row.slots for row in rows)
+        full = all(row.slots == slots and row.valid is None for row in rows)
+        rows = [row.led_by(slots - row.slots) for row in rows]
+        keys, values = torch.cat([row.keys for row in rows]), torch.cat([row.values for row in rows])
+        return Window(keys, values, None if full else torch.cat([row.mask() for row in rows]))

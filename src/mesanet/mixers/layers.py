@@ -70,7 +70,7 @@ class ShortConvolution(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, layout: Layout, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[B, T, D], zero at padding -> the same shape, and the last inputs of each row [rows, width - 1, D]."""
+        """[B, T, D], anything at padding -> the same shape, and the last inputs of each row [rows, width - 1, D]."""
         if layout.cu_seqlens is not None:
             return self._packed(x, layout, state)
         if state is None:

@@ -54,6 +54,7 @@ class Mesa(RidgeMixer):
     """
 
     signed_gates = True
+    mix_observes = True
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -101,18 +102,20 @@ class RecursiveMesa(RidgeMixer):
     """The original Mesa layer: recursive least squares, one token after the other, without forgetting."""
 
     forgets = False
+    mix_observes = True
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, gates: Gates, state: Any, layout: Layout) -> tuple[Tensor, Any]:
         """Sherman-Morrison at every token, in float32 or wider."""
         assert gates.write is not None
-        q, k, v = wide(q), wide(k), wide(v)
+        q, k, v, ridge = wide(q), wide(k), wide(v), self.ridge
+        self.observe(q, k, v, gates, layout, ridge=ridge)
         return reference.mesa_rls(
             q,
             k,
             v,
             torch.zeros_like(gates.write),
             gates.write,
-            self.ridge,
+            ridge,
             state=state,
             cu_seqlens=layout.cu_seqlens,
         )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Literal
 
 import torch
@@ -134,6 +134,9 @@ class LanguageModel(nn.Module):
         padding = None
         if mask is not None and not bool(mask.all()):
             # Real tokens keep their order and move to the right end; causal layers can't tell the difference.
+            if tokens.is_floating_point():
+                # Not a number at padding would reach the gradients of all weights, as zero times itself.
+                x = x.masked_fill(~mask[..., None], 0)
             order = mask.to(torch.uint8).argsort(dim=1, stable=True)
             x = x.gather(1, order[..., None].expand_as(x))
             padding = mask.shape[1] - mask.sum(1)
@@ -224,10 +227,16 @@ class LanguageModel(nn.Module):
         strangers = sorted(set(layers or ()) - mesa.keys())
         if strangers or layers == ():
             raise ValueError(f"layers: got {strangers or layers}, expected some of the mesa layers, {list(mesa)}")
-        for mixer in mesa.values() if layers is None else [mesa[layer] for layer in layers]:
-            for attribute in SOLVERS:
-                if mode in ("both", attribute.removesuffix("_solver")):
-                    setattr(mixer, attribute, replace(getattr(mixer, attribute), **changes))
+        # What the layers have in common, which `config` goes on to tell once they differ.
+        self._built_from = self.config
+        for attribute in SOLVERS:
+            if mode not in ("both", attribute.removesuffix("_solver")):
+                continue
+            for mixer in mesa.values() if layers is None else [mesa[layer] for layer in layers]:
+                setattr(mixer, attribute, replace(getattr(mixer, attribute), **changes))
+            if layers is None:
+                common = replace(getattr(self._built_from, attribute), **changes)
+                self._built_from = replace(self._built_from, **{attribute: common})
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
         """Keep only each block's input for the backward pass, and compute the rest again."""
@@ -239,9 +248,18 @@ class LanguageModel(nn.Module):
 
     @contextmanager
     def observe(self, layers: tuple[int, ...] | None = None) -> Iterator[list[Observation]]:
-        """Collect what the mixers' rules get and how many solver steps they take, for the calls inside the block."""
+        """Collect what the mixers' rules get, and the solver steps of mesa, for the calls inside the block.
+
+        Hawk, which has no queries, keys and values, tells nothing. What activation checkpointing computes again in the
+        backward pass is not observed again.
+        """
+        mixers = self.mixers()
+        told = [layer for layer, mixer in enumerate(mixers) if mixer.observable]
+        strangers = sorted(set(layers or ()) - set(told))
+        if strangers:
+            raise ValueError(f"layers: got {strangers}, expected some of those that can be observed, {told}")
         seen: list[Observation] = []
-        watched = [mixer for layer, mixer in enumerate(self.mixers()) if layers is None or layer in layers]
+        watched = [mixers[layer] for layer in told if layers is None or layer in layers]
         before = [mixer.observer for mixer in watched]
         for mixer in watched:
             mixer.observer = seen.append
@@ -277,7 +295,14 @@ class LanguageModel(nn.Module):
             if streams is not None:
                 streams.append(x)
             if self.checkpoint_activations and self.training and torch.is_grad_enabled():
-                x, state = checkpoint(block, x, layout, state, use_reentrant=False)
+                x, state = checkpoint(
+                    block,
+                    x,
+                    layout,
+                    state,
+                    use_reentrant=False,
+                    context_fn=partial(_observed_once, block.mixer),  # type: ignore[arg-type]
+                )
             else:
                 x, state = block(x, layout, state)
             states.append(state)
@@ -320,3 +345,18 @@ class LanguageModel(nn.Module):
             raise ValueError(f"cache: has {cache.rows} rows, but the tokens have {rows}")
         if cache is not None and len(cache.states) != len(self.blocks):
             raise ValueError(f"cache: is of a model with {len(cache.states)} layers, this one has {len(self.blocks)}")
+
+
+def _observed_once(mixer: Mixer) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts in which a checkpointed block is computed for the first time, and again."""
+    return nullcontext(), _unobserved(mixer)
+
+
+@contextmanager
+def _unobserved(mixer: Mixer) -> Iterator[None]:
+    """Nobody looks at this mixer."""
+    observer, mixer.observer = mixer.observer, None
+    try:
+        yield
+    finally:
+        mixer.observer = observer
