@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from mesanet import presets
-from mesanet.config.model import ModelConfig
+from mesanet.config.model import SIGNED_MIXERS, ModelConfig
 from mesanet.mixers import MIXERS
+from mesanet.mixers.linear import GLA
 from mesanet.model.backbone import LanguageModel
 from mesanet.model.files import load_model, save_model
 from mesanet.model.parameters import compare_parameters, count_parameters, parameter_table
@@ -59,11 +60,30 @@ def test_a_misspelt_preset_is_named() -> None:
 @pytest.mark.parametrize("name", presets.MODELS)
 def test_every_preset_can_be_built_with_every_mixer(name: str) -> None:
     signed = {mixer for mixer, kind in MIXERS.items() if kind.signed_gates}
-    assert signed == presets.SIGNED
     for mixer in MIXERS:
         config = presets.model(name, mixer)
         assert (config.gamma_range == "signed") == (name == "parity" and mixer in signed)
         assert count_parameters(config) > 0
+
+
+def test_a_signed_mixer_that_is_added_at_run_time_tracks_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Extra(GLA):
+        """Signed as its parent is."""
+
+    class Unsigned(GLA):
+        """Not signed, though its parent is."""
+
+        signed_gates = False
+
+    monkeypatch.setitem(MIXERS, "extra", Extra)
+    monkeypatch.setitem(MIXERS, "unsigned", Unsigned)
+    assert presets.parity(("extra", "mesa")).gamma_range == "signed"
+    assert presets.parity(("extra", "unsigned")).gamma_range == "positive"
+    LanguageModel(presets.parity("extra"))
+
+
+def test_the_signed_mixers_are_known_before_any_mixer_is_imported() -> None:
+    assert set(SIGNED_MIXERS) == {mixer for mixer, kind in MIXERS.items() if kind.signed_gates}
 
 
 @pytest.mark.parametrize("name", ["mad", "parity"])

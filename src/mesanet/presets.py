@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from difflib import get_close_matches
 
-from mesanet.config.model import ModelConfig
+from mesanet.config.model import ModelConfig, takes_signed_gates
 
 Pattern = str | tuple[str, ...]
 
@@ -25,16 +25,12 @@ def large(mixers: Pattern = "mesa") -> ModelConfig:
     return ModelConfig(mixers=pattern(mixers), layers=28, width=1536, heads=12)
 
 
-SIGNED = frozenset({"mamba2", "gla", "gated_deltanet", "mesa"})
-"""The mixers whose forget gates can be negative."""
-
-
 def parity(mixers: Pattern = "mesa") -> ModelConfig:
     """The paper's state-tracking model: forget gates in (-1, 1) and a regulariser so strong that mesa acts like GLA.
 
     Patterns with a mixer that has no such gates, which the others are compared with, keep what they have.
     """
-    signed = set(pattern(mixers)) <= SIGNED
+    signed = all(takes_signed_gates(mixer) for mixer in pattern(mixers))
     return ModelConfig(
         mixers=pattern(mixers),
         layers=2,

@@ -361,6 +361,16 @@ def test_mistakes_are_named_before_anything_is_built(settings: dict[str, object]
         ModelConfig(**settings)  # type: ignore[arg-type]
 
 
+def test_a_config_takes_lists_and_refuses_mixers_that_no_layer_has() -> None:
+    config = ModelConfig(mixers=["hawk", "mesa"], forget_bias=[1.0, 2.0], layers=2)  # type: ignore[arg-type]
+    assert config == ModelConfig(mixers=("hawk", "mesa"), forget_bias=(1.0, 2.0), layers=2)
+    assert hash(config.mixers) == hash(("hawk", "mesa"))
+    with pytest.raises(ValueError, match=r"mixers: got 'mesa' \(str\), expected a list"):
+        ModelConfig(mixers="mesa")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mixers: got 3 for 2 layers, which leaves gla unused"):
+        small("hawk", "mesa", "gla")
+
+
 def test_the_config_knows_the_names_in_the_table() -> None:
     assert tuple(MIXERS) == MIXER_NAMES
 

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mesanet.config.base import to_dict
 from mesanet.config.model import ModelConfig
 from mesanet.mixers import MIXERS
 from mesanet.model.backbone import LanguageModel
-from mesanet.model.files import CONFIG_FILE, WEIGHTS_FILE, find_model, load_model, save_model, tokenizer_name
+from mesanet.model.files import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    find_model,
+    load_model,
+    read_config,
+    save_model,
+    tokenizer_name,
+)
 
 
 def small(*mixers: str, **changes: object) -> LanguageModel:
@@ -71,6 +81,10 @@ def test_weights_that_do_not_fit_are_named(saved: Path) -> None:
     save_file({**weights, "norm.weight": torch.ones(3)}, saved / WEIGHTS_FILE)
     with pytest.raises(ValueError, match=r"norm\.weight of shape \(3,\), expected \(32,\)"):
         load_model(saved)
+    for dtype in (torch.int64, torch.bool):
+        save_file({**weights, "norm.weight": torch.ones(32, dtype=dtype)}, saved / WEIGHTS_FILE)
+        with pytest.raises(ValueError, match=rf"has norm\.weight of type {dtype}, expected floating point numbers"):
+            load_model(saved)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +102,25 @@ def test_a_wrong_config_is_named(saved: Path, change: dict[str, object], message
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValueError, match=r"config\.json.*" + message):
         load_model(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": 3}, "'layers' is no setting at this place; did you mean 'layers' inside 'mesanet'?"),
+        ({"widht": 3}, "'widht' is no setting at this place; did you mean 'width' inside 'mesanet'?"),
+        ({"mesa_net": {}}, "'mesa_net' is no setting at this place; did you mean 'mesanet'?"),
+    ],
+)
+def test_a_setting_outside_its_table_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    """In the config that the transformers wrapper writes; what transformers and users put beside it stays allowed."""
+    model = small("gla")
+    wrapper = {"model_type": "mesanet", "mesanet": to_dict(model.config), "dtype": "float32", "use_cache": True}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({**wrapper, "vocab_size": 61, "my_note": "about it"}))
+    assert read_config(tmp_path) == (model.config, True)
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({**wrapper, **change}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_config(tmp_path)
 
 
 def test_the_newest_model_of_a_run_is_found(tmp_path: Path) -> None:

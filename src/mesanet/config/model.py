@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Literal
@@ -24,14 +24,22 @@ MIXER_NAMES = (
     "mesa_rls",
 )
 """The mixers that the library has: a config can tell a misspelt name without importing any of them."""
+SIGNED_MIXERS = ("mamba2", "gla", "gated_deltanet", "mesa")
+"""Those of them whose forget gates can be negative."""
 SMALLEST_RIDGE = 1e-6
 """Keys have length one: float32 loses a smaller regulariser beside their squares."""
-_accepted: list[Collection[str]] = [MIXER_NAMES]
+_tables: list[Mapping[str, type]] = []
 
 
-def accept_mixers(table: Collection[str]) -> None:
-    """Accept the names in this table too, as it is whenever a config is made."""
-    _accepted.append(table)
+def accept_mixers(table: Mapping[str, type]) -> None:
+    """Accept the mixers in this table too, as it is whenever a config is made."""
+    _tables.append(table)
+
+
+def takes_signed_gates(mixer: str) -> bool:
+    """Whether the forget gates of this mixer can be negative: by its class where that is known, or else by its name."""
+    kinds = [table[mixer] for table in _tables if mixer in table]
+    return any(getattr(kind, "signed_gates", False) for kind in kinds) if kinds else mixer in SIGNED_MIXERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +114,19 @@ class ModelConfig:
     """Data type of the parameters."""
 
     def __post_init__(self) -> None:
+        for name in ("mixers", "forget_bias"):
+            if isinstance(getattr(self, name), list):
+                # As they come from JSON; a frozen config holds nothing that can be changed.
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         check_fields(self)
         check_not_empty("mixers", self.mixers)
         for name in self.mixers:
             _check_mixer(name)
         for name in ("width", "layers", "heads", "key_size", "vocabulary", "window", "convolution_width"):
             check_positive(name, getattr(self, name))
+        if len(self.mixers) > self.layers:
+            unused = ", ".join(self.mixers[self.layers :])
+            raise ConfigError("mixers", f"got {len(self.mixers)} for {self.layers} layers, which leaves {unused} unused")
         for name in ("mlp_multiplier", "rope_base", "ridge_initial", "logits_cap", "norm_epsilon"):
             check_positive(name, getattr(self, name))
         for name in ("value_size", "hawk_multiplier"):
@@ -143,9 +158,9 @@ class ModelConfig:
 
 def _check_mixer(name: str) -> None:
     """Refuse a name that no table has, and suggest the nearest one."""
-    if any(name in table for table in _accepted):
+    names = list(dict.fromkeys(known for table in (MIXER_NAMES, *_tables) for known in table))
+    if name in names:
         return
-    names = list(dict.fromkeys(known for table in _accepted for known in table))
     close = get_close_matches(name, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ConfigError("mixers", f"got {name!r}, expected some of {', '.join(names)}{hint}")

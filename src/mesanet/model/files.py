@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ TOKENIZER_FILE = "tokenizer.json"
 BUILT_IN_TOKENIZERS = {257: "bytes", 50257: "gpt2"}
 """By vocabulary."""
 MODEL_TYPE = "mesanet"
+LIKE_OURS = 0.8
+"""How like the name of a setting another name has to be, of 1, to count as the same misspelt."""
 WRAPPER_PREFIX = "model."
 """What the transformers wrapper puts before the names of our weights."""
 
@@ -105,10 +109,26 @@ def read_config(folder: Path) -> tuple[ModelConfig, bool]:
     wrapped = "model_type" in values
     if wrapped and values["model_type"] != MODEL_TYPE:
         raise ValueError(f"{path} is of a model of type {values['model_type']!r}, expected {MODEL_TYPE!r}")
+    if wrapped:
+        _check_wrapped(values, path)
     try:
         return from_dict(ModelConfig, values.get(MODEL_TYPE, {}) if wrapped else values), wrapped
     except ConfigError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _check_wrapped(values: Mapping[str, Any], path: Path) -> None:
+    """Refuse settings of ours, misspelt or not, that stand outside their table, where nobody would read them.
+
+    Other names may be those of transformers, whose versions differ, or notes of whoever saved the model.
+    """
+    # transformers keeps a data type of its own there.
+    ours = [MODEL_TYPE, *(field.name for field in fields(ModelConfig) if field.name != "dtype")]
+    for name in values.keys() - {MODEL_TYPE}:
+        close = get_close_matches(name, ours, n=1, cutoff=LIKE_OURS)
+        if close:
+            meant = repr(MODEL_TYPE) if close[0] == MODEL_TYPE else f"{close[0]!r} inside {MODEL_TYPE!r}"
+            raise ValueError(f"{path}: {name!r} is no setting at this place; did you mean {meant}?")
 
 
 def read_all_weights(folder: Path, device: torch.device | str = "cpu") -> tuple[dict[str, Tensor], Path]:
@@ -162,6 +182,11 @@ def set_weights(model: LanguageModel, weights: Mapping[str, Tensor], source: os.
             f"has {name} of shape {tuple(weights[name].shape)}, expected {tuple(tensor.shape)}"
             for name, tensor in expected.items()
             if name in weights and weights[name].shape != tensor.shape
+        ),
+        *(
+            f"has {name} of type {weights[name].dtype}, expected floating point numbers"
+            for name in expected
+            if name in weights and not weights[name].is_floating_point()
         ),
     ]
     if problems:
