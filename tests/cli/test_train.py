@@ -24,6 +24,14 @@ def test_a_preset_alone_is_the_preset() -> None:
         assert default_out(options.preset, config) == Path("runs") / f"{name}-hawk-mesa"
 
 
+def test_a_sliding_window_sees_a_part_of_the_sequence_only() -> None:
+    for name in RUNS:
+        run = run_preset(name, "sliding_window")
+        assert run.model.window <= run.data.sequence_length // 2
+        if name in ("demo", "laptop"):
+            assert run.model.window == run.data.sequence_length // 4
+
+
 def test_options_change_what_they_name_and_nothing_else() -> None:
     _, config = parse_run(["medium-50b", "--mixers=gla", "--training.steps", "30000", "--model.layers", "3"])
     base = paper("medium", 50, "gla")
@@ -73,6 +81,26 @@ def test_a_sweep_takes_its_preset_in_either_order(monkeypatch: pytest.MonkeyPatc
         assert ended.value.code == 0
     assert seen[0] == seen[1]
     assert (seen[0][1].training.steps, seen[0][1].training.tokens) == (None, 400_000)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["demo", "--model.mixers", "gla"], "name the mixers with --mixers"),
+        (["demo", "--training.peak-learning-rate", "0.1"], "name the rates with --learning-rates"),
+        (["demo", "--mixers", "gla,mezza", "--out", "x"], "did you mean 'mesa'"),
+        (["demo", "--mixers", ",", "--out", "x"], "mixers: got none"),
+    ],
+)
+def test_options_that_a_sweep_would_not_heed_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", *words])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_says_what_a_run_folder_says(tmp_path: Path) -> None:

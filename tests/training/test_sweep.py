@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def test_a_sweep_trains_each_pair_once_and_counts_what_diverged(tiny_data: Path,
 
     def base(mixers: str) -> RunConfig:
         asked.append(mixers)
-        config = tiny_run(tiny_data, steps=6, start_learning_rate=1e-3)
+        config = tiny_run(tiny_data, layers=2, steps=6, start_learning_rate=1e-3)
         return replace(config, model=replace(config.model, mixers=tuple(mixers.split("-"))))
 
     config = SweepConfig(mixers=("gla", "gla-attention"), learning_rates=(1e30, 1e-2), out=tmp_path)
@@ -42,6 +43,23 @@ def test_a_sweep_trains_each_pair_once_and_counts_what_diverged(tiny_data: Path,
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")}
     assert sweep(config, base, quiet=True) == trials
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("model.safetensors")} == stamps
+
+
+def test_a_second_sweep_adds_to_the_table(tiny_data: Path, tmp_path: Path) -> None:
+    def base(mixers: str, **settings: Any) -> RunConfig:
+        return tiny_run(tiny_data, mixers=tuple(mixers.split("-")), steps=4, **settings)
+
+    (first,) = sweep(SweepConfig(mixers=("gla",), learning_rates=(1e-2,), out=tmp_path), base, quiet=True)
+    more = SweepConfig(mixers=("hawk,gla",), learning_rates=(1e-3,), out=tmp_path)
+    trials = sweep(more, base, quiet=True)
+    assert trials[0] == first
+    assert [(trial.mixers, trial.learning_rate) for trial in trials[1:]] == [("hawk", 1e-3), ("gla", 1e-3)]
+    assert json.loads((tmp_path / "sweep.json").read_text()) == [vars(trial) for trial in trials]
+    # Rows of one table are of one setting.
+    other = partial(base, clip_norm=0.1)
+    with pytest.raises(UserError, match=r"another config: training\.clip_norm is 1\.0 there and 0\.1 here"):
+        sweep(SweepConfig(mixers=("attention",), learning_rates=(1e-3,), out=tmp_path), other, quiet=True)
+    assert not (tmp_path / "attention").exists()
 
 
 def test_the_table_marks_the_best_of_each_row() -> None:

@@ -10,6 +10,8 @@ from tyro.conf import Positional, arg
 
 from mesanet.cli.dispatch import parse
 from mesanet.cli.processes import is_first, only_first_speaks
+from mesanet.config.compare import CompareConfig
+from mesanet.training.told import same_for_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,22 +54,28 @@ class Options:
 def run(arguments: list[str]) -> None:
     """Compare, and say where the report is."""
     with only_first_speaks():
-        options = parse(Options, arguments, program="mesanet compare")
+        with same_for_all():
+            config = parse_comparison(arguments)
         from mesanet.compare import compare
-        from mesanet.compare.presets import compare_preset
-        from mesanet.training.presets import run_preset
 
-        run_preset(options.preset)
-        out = options.out or Path("runs") / f"compare-{options.preset}"
-        config = compare_preset(options.preset, out)
-        same = ("data", "steps", "longest", "precision", "parallel", "accumulation", "activation_checkpointing")
-        config = replace(
-            config,
-            **{name: getattr(options, name) for name in (*same, "device")},
-            mixers=options.mixers or config.mixers,
-            tokens=config.tokens if options.tokens is None else options.tokens,
-            prompt=config.prompt if options.prompt is None else options.prompt,
-        )
         page = compare(config, command=["mesanet", "compare", *arguments])
     if is_first():
         print(page)
+
+
+def parse_comparison(arguments: list[str]) -> CompareConfig:
+    """The comparison of the preset, with what the options say instead."""
+    options = parse(Options, arguments, program="mesanet compare")
+    from mesanet.compare.presets import compare_preset
+    from mesanet.training.presets import run_preset
+
+    run_preset(options.preset)
+    config = compare_preset(options.preset, options.out or Path("runs") / f"compare-{options.preset}")
+    same = ("data", "steps", "longest", "precision", "parallel", "accumulation", "activation_checkpointing", "device")
+    return replace(
+        config,
+        **{name: getattr(options, name) for name in same},
+        mixers=options.mixers or config.mixers,
+        tokens=config.tokens if options.tokens is None else options.tokens,
+        prompt=config.prompt if options.prompt is None else options.prompt,
+    )

@@ -120,7 +120,7 @@ def report_errors(run: Callable[[list[str]], None], arguments: list[str] | None 
             raise
         if os.environ.get("MESANET_DEBUG"):
             traceback.print_exc()
-        print(f"mesanet: {_sentence(error)}", file=sys.stderr)
+        print(f"mesanet: {in_one_sentence(error)}", file=sys.stderr)
         sys.exit(USER_MISTAKE)
     sys.exit(DONE)
 
@@ -153,7 +153,7 @@ def _is_of_the_net(error: BaseException) -> bool:
     return type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests", "urllib3")
 
 
-def _sentence(error: BaseException) -> str:
+def in_one_sentence(error: BaseException) -> str:
     """What to tell the user, in one line."""
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
     if isinstance(error, OSError) and error.errno in DISK_FULL:

@@ -15,6 +15,7 @@ from mesanet.config.data import DataConfig, PrepareConfig
 from mesanet.config.model import ModelConfig
 from mesanet.config.training import RunConfig, TrainingConfig, default_out, with_length
 from mesanet.errors import UserError
+from mesanet.training.told import same_for_all
 
 EXAMPLE = DataConfig(path=Path("data")), TrainingConfig(steps=10_000)
 
@@ -48,7 +49,8 @@ class Options:
 def run(arguments: list[str]) -> None:
     """Train, and say where the model is."""
     with only_first_speaks():
-        options, config = parse_run(arguments)
+        with same_for_all():
+            options, config = parse_run(arguments)
         from mesanet.training.run import train
 
         result = train(config, options.out or default_out(options.preset or "run", config), resume=options.resume)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from mesanet.evaluation.documents import lengths
 from mesanet.evaluation.run import provenance
 from mesanet.io import read_json, write_json_atomic
 from mesanet.report.comparison import PLAN
-from mesanet.training.presets import known_mixers, pattern, run_preset
+from mesanet.training.presets import run_preset
 
 FREE = ("mixers", "out", "parallel", "accumulation", "activation_checkpointing", "device")
 """What may change when a comparison goes on: there can be more mixers, the folder may have been moved, and the same
@@ -29,15 +28,6 @@ OVERRIDES = ("precision", "parallel", "accumulation", "activation_checkpointing"
 """Settings of training that a comparison may give."""
 FEWEST = 4
 """Documents that have to be long enough for length extrapolation."""
-
-
-def mixer_patterns(names: Sequence[str]) -> tuple[str, ...]:
-    """One name for each model, however it is written: commas separate models, and "-" the mixers of one pattern."""
-    words = [word.strip() for name in names for word in name.split(",")]
-    found = tuple(dict.fromkeys("-".join(known_mixers(pattern(word))) for word in words if word))
-    if not found:
-        raise UserError("mixers: got none, expected at least one name, such as mesa")
-    return found
 
 
 def run_config(config: CompareConfig, mixers: str, vocabulary: int | None = None) -> RunConfig:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mesanet.compare.corpus import describe_corpus
-from mesanet.compare.plan import evaluation, make_plan, mixer_patterns, run_config
+from mesanet.compare.plan import evaluation, make_plan, run_config
 from mesanet.compare.sample import write_sample
 from mesanet.config.compare import CompareConfig
 from mesanet.config.evaluation import EvaluationConfig, SolverOverride
@@ -24,7 +24,9 @@ from mesanet.presets import pattern
 from mesanet.report.comparison import CORPUS, EVALUATED, RUNS
 from mesanet.report.page import build_report
 from mesanet.training.distributed import connect
+from mesanet.training.presets import mixer_patterns
 from mesanet.training.run import prepared, train
+from mesanet.training.told import same_for_all
 
 
 def compare(config: CompareConfig, *, command: Sequence[str] | None = None, quiet: bool = False) -> Path:
@@ -33,9 +35,10 @@ def compare(config: CompareConfig, *, command: Sequence[str] | None = None, quie
     Every process that torchrun started has to call this with the same arguments: they share the training, and the
     first one does everything else.
     """
-    config = replace(config, mixers=mixer_patterns(config.mixers))
-    first = run_config(config, config.mixers[0])
-    _check_processes(first)
+    with same_for_all():
+        config = replace(config, mixers=mixer_patterns(config.mixers))
+        first = run_config(config, config.mixers[0])
+        _check_processes(first)
     words = list(command) if command is not None else None
     with connect(first.training) as processes:
         quiet = quiet or not processes.first

@@ -13,7 +13,7 @@ class SweepConfig:
     """Which mixers to train with which learning rates, and where."""
 
     mixers: tuple[str, ...] = ("mesa",)
-    """Mixers, or patterns such as hawk-mesa, to train one after the other."""
+    """Mixers, or patterns such as hawk-mesa, to train one after the other, with spaces or commas in between."""
     learning_rates: tuple[float, ...] = ()
     """Peak learning rates; the paper's for the length of the preset if none are given."""
     out: Path = Path("runs/sweep")

@@ -34,6 +34,7 @@ from mesanet.model.backbone import LanguageModel
 from mesanet.model.files import CONFIG_FILE, WEIGHTS_FILE, read_weights
 from mesanet.training.distributed import Processes
 from mesanet.training.optimiser import whole
+from mesanet.training.told import told
 
 CHECKPOINTS = "checkpoints"
 CHECKSUMS_FILE = "checksums.json"
@@ -86,7 +87,7 @@ class Checkpoints:
                 warnings.filterwarnings("ignore", module="torch.distributed")
                 save_shards(state, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=alone)
         except CheckpointException as error:
-            raise cause_of(error) from error
+            raise told(cause_of(error)) from error
 
     def _read_state(self, folder: Path, model: LanguageModel, optimiser: torch.optim.Optimizer) -> int:
         reader = FileSystemReader(folder)
@@ -99,7 +100,7 @@ class Checkpoints:
                 warnings.filterwarnings("ignore", module="torch.distributed")
                 load_shards(state, storage_reader=reader, no_dist=self._processes.count == 1)
         except CheckpointException as error:
-            raise cause_of(error) from error
+            raise told(cause_of(error)) from error
         names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name, moments in state["optimiser"].items():
             optimiser.state[names[name]] = moments

@@ -19,6 +19,7 @@ from mesanet.model.backbone import LanguageModel
 from mesanet.training.checkpoint import gather_weights, write_weights
 from mesanet.training.distributed import Processes
 from mesanet.training.optimiser import whole
+from mesanet.training.told import told
 
 NOT_FINITE = re.compile(r"\b(nan|inf)\b")
 """How an op says that it was given such numbers."""
@@ -150,9 +151,11 @@ def stop(
         return culprit
 
     culprit = processes.from_first(write)
-    return NonFiniteError(
-        f"training stopped at step {step}: {culprit} is not finite (loss {loss}); no checkpoint of that was written, "
-        f"the weights, the gradients and the batch are in {folder}"
+    return told(
+        NonFiniteError(
+            f"training stopped at step {step}: {culprit} is not finite (loss {loss}); no checkpoint of that was "
+            f"written, the weights, the gradients and the batch are in {folder}"
+        )
     )
 
 

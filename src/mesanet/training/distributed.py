@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mesanet.config.training import TrainingConfig
 from mesanet.errors import UserError
 from mesanet.model.backbone import LanguageModel
+from mesanet.training.told import told
 
 Value = TypeVar("Value")
 
@@ -83,7 +84,7 @@ class Processes:
                 raise
         dist.broadcast_object_list(outcome, src=0, group=self.patient)
         if outcome[1] is not None:
-            raise outcome[1]
+            raise told(outcome[1])
         value: Value = outcome[0]
         return value
 
@@ -106,7 +107,9 @@ def connect(config: TrainingConfig) -> Iterator[Processes]:
         yield Processes(0, 1, device)
         return
     if config.parallel == "none":
-        raise UserError(f"there are {count} processes: set training.parallel to ddp or fsdp to let them share the work")
+        raise told(
+            UserError(f"there are {count} processes: set training.parallel to ddp or fsdp to let them share the work")
+        )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     already = dist.is_initialized()

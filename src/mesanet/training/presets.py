@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -59,7 +59,9 @@ def tuned_rate(size: str, billions: int, mixers: Pattern) -> float:
 def demo(mixers: Pattern = "mesa") -> RunConfig:
     """A small model on the running Python's standard library: a minute or two on two cores."""
     return RunConfig(
-        model=ModelConfig(mixers=pattern(mixers), layers=4, width=128, heads=2, key_size=64, vocabulary=1024),
+        model=ModelConfig(
+            mixers=pattern(mixers), layers=4, width=128, heads=2, key_size=64, vocabulary=1024, window=128
+        ),
         data=DataConfig(path=STDLIB_BPE, sequence_length=512, batch_size=4),
         training=TrainingConfig(
             steps=250,
@@ -79,7 +81,9 @@ def demo(mixers: Pattern = "mesa") -> RunConfig:
 def laptop(mixers: Pattern = "mesa") -> RunConfig:
     """A model of six layers on the same text: a night on a laptop."""
     return RunConfig(
-        model=ModelConfig(mixers=pattern(mixers), layers=6, width=256, heads=4, key_size=64, vocabulary=257),
+        model=ModelConfig(
+            mixers=pattern(mixers), layers=6, width=256, heads=4, key_size=64, vocabulary=257, window=256
+        ),
         data=DataConfig(path=STDLIB, sequence_length=1024, batch_size=16),
         training=TrainingConfig(
             steps=10_000,
@@ -127,3 +131,12 @@ def known_mixers(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         mixer_class(name)
     return names
+
+
+def mixer_patterns(names: Sequence[str]) -> tuple[str, ...]:
+    """One name for each model, however it is written: commas separate models, and "-" the mixers of one pattern."""
+    words = [word.strip() for name in names for word in name.split(",")]
+    found = tuple(dict.fromkeys("-".join(known_mixers(pattern(word))) for word in words if word))
+    if not found:
+        raise UserError("mixers: got none, expected at least one name, such as mesa")
+    return found

@@ -56,7 +56,7 @@ def train(
     with connect(config.training) as processes, ExitStack() as held:
         quiet = quiet or not processes.first
         dataset = prepared(config, processes, quiet=quiet)
-        check_data(config, dataset, processes)
+        processes.from_first(lambda: check_data(config, dataset, processes))
         try:
             processes.from_first(lambda: held.enter_context(locked(folder)))
             processes.from_first(lambda: claim(folder, config, dataset.fingerprint, resume=resume))
@@ -91,7 +91,7 @@ def check_data(config: RunConfig, dataset: Dataset, processes: Processes) -> Non
         )
     for name in config.model.mixers:
         mixer_class(name)
-    make_batches(dataset, config.data).batch(0, processes.rank, processes.count)
+    make_batches(dataset, config.data).batch(0, 0, processes.count)
 
 
 def run(config: RunConfig, folder: Path, dataset: Dataset, processes: Processes, *, quiet: bool) -> None:

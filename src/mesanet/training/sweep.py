@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from mesanet.config.sweep import SweepConfig
 from mesanet.config.training import RunConfig
 from mesanet.errors import UserError
-from mesanet.io import write_json_atomic, write_text_atomic
+from mesanet.io import Shape, read_record, write_json_atomic, write_text_atomic
 from mesanet.training.diagnosis import NonFiniteError
 from mesanet.training.distributed import Processes, connect
-from mesanet.training.presets import GRIDS
+from mesanet.training.presets import GRIDS, mixer_patterns
 from mesanet.training.run import prepared, train
 from mesanet.training.run_folder import check_same
+from mesanet.training.told import same_for_all
 
 LONG_RUN = 30 * 10**9
 """Tokens from which a run takes the paper's grid for 50 billion tokens rather than that for 15."""
+
+
+TABLE = "sweep.json"
+TRIALS: Shape = [{"mixers": str, "learning_rate": float, "loss": (None, float), "out": str}]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,19 +40,36 @@ class Trial:
 
 
 def sweep(config: SweepConfig, base: Callable[[str], RunConfig], *, quiet: bool = False) -> list[Trial]:
-    """Train `base(mixers)` with each mixer and rate; what an earlier call has finished or begun is taken up."""
-    runs = [
-        (name, rate, with_rate(base(name), rate))
-        for name in config.mixers
-        for rate in config.learning_rates or grid(base(name))
-    ]
-    trials = []
-    with connect(runs[0][2].training) as processes:
-        for name, rate, run in runs:
-            trials.append(trial(config, name, rate, run, processes, quiet=quiet))
+    """Train `base(mixers)` with each mixer and rate; what an earlier call has finished or begun is taken up.
+
+    Returns all that the table holds: what earlier calls with other mixers or rates have found stays in it.
+    """
+    with same_for_all():
+        runs = {
+            (name, rate): with_rate(base(name), rate)
+            for name in mixer_patterns(config.mixers)
+            for rate in config.learning_rates or grid(base(name))
+        }
+    first = next(iter(runs.values()))
+    with connect(first.training) as processes:
+        data = prepared(first, processes, quiet=quiet)
+        trials = processes.from_first(lambda: earlier_trials(config.out, base, data.fingerprint))
+        for (name, rate), run in runs.items():
+            trials[name, rate] = trial(config, name, rate, run, processes, quiet=quiet)
             if processes.first:
-                write_table(config.out, trials)
-    return trials
+                write_table(config.out, list(trials.values()))
+    return list(trials.values())
+
+
+def earlier_trials(out: Path, base: Callable[[str], RunConfig], data: str) -> dict[tuple[str, float], Trial]:
+    """What earlier calls have left in the folder, by mixers and rate, or a UserError where they had other settings."""
+    path = out / TABLE
+    if not path.exists():
+        return {}
+    trials = [Trial(**{part.name: found[part.name] for part in fields(Trial)}) for found in read_record(path, TRIALS)]
+    for each in trials:
+        check_same(out / each.out, with_rate(base(each.mixers), each.learning_rate), data)
+    return {(each.mixers, each.learning_rate): each for each in trials}
 
 
 def trial(config: SweepConfig, name: str, rate: float, run: RunConfig, processes: Processes, *, quiet: bool) -> Trial:
@@ -84,7 +106,7 @@ def with_rate(run: RunConfig, rate: float) -> RunConfig:
 
 def write_table(out: Path, trials: Sequence[Trial]) -> None:
     """Write the trials as JSON and as a Markdown table."""
-    write_json_atomic(out / "sweep.json", [vars(trial) for trial in trials])
+    write_json_atomic(out / TABLE, [vars(trial) for trial in trials])
     write_text_atomic(out / "sweep.md", table(trials) + "\n")
 
 
