@@ -157,7 +157,7 @@ def test_a_mask_of_integers_is_the_mask_of_truths() -> None:
         actual, after = model(tokens, mask=mask.to(dtype))
         assert torch.equal(actual, expected)
         assert torch.equal(after.lengths, cache.lengths)
-    with pytest.raises(ValueError, match="mask: got numbers up to 2 and down to 0, expected 0 and 1"):
+    with pytest.raises(ValueError, match="mask: got numbers from 0 to 2, expected 0 and 1"):
         model(tokens, mask=2 * mask)
     with pytest.raises(ValueError, match=r"mask: got torch\.float32, expected true and false"):
         model(tokens, mask=mask.float())

@@ -28,7 +28,12 @@ def small(*mixers: str, vocabulary: int = 61) -> LanguageModel:
     )
 
 
-PATTERNS = [*((name,) for name in MIXERS), ("hawk", "mesa"), ("sliding_window", "gated_deltanet"), ("attention", "mesa")]
+PATTERNS = [
+    *((name,) for name in MIXERS),
+    ("hawk", "mesa"),
+    ("sliding_window", "gated_deltanet"),
+    ("attention", "mesa"),
+]
 
 
 @pytest.fixture(params=["attention", "sliding_window", "mesa", "hawk"])

@@ -126,7 +126,8 @@ class ModelConfig:
             check_positive(name, getattr(self, name))
         if len(self.mixers) > self.layers:
             unused = ", ".join(self.mixers[self.layers :])
-            raise ConfigError("mixers", f"got {len(self.mixers)} for {self.layers} layers, which leaves {unused} unused")
+            problem = f"got {len(self.mixers)} for {self.layers} layers, which leaves {unused} unused"
+            raise ConfigError("mixers", problem)
         for name in ("mlp_multiplier", "rope_base", "ridge_initial", "logits_cap", "norm_epsilon"):
             check_positive(name, getattr(self, name))
         for name in ("value_size", "hawk_multiplier"):

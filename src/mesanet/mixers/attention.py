@@ -39,7 +39,7 @@ class Attention(Mixer):
             q.shape[-1], self.rope_base, torch.float64 if x.dtype == torch.float64 else torch.float32
         )
         q, k = apply_rotary(q, *angles), apply_rotary(k, *angles)
-        # A score of minus infinity takes a key out only as long as it is a number, and so does a weight of zero a value.
+        # Minus infinity added to a score, and a weight of zero, take out only what is a number.
         k, v = layout.blank(k), layout.blank(v)
         self.observe(q, k, v, Gates(None, None, None), layout)
         if layout.cu_seqlens is not None:
@@ -80,7 +80,7 @@ class SlidingWindow(Attention):
         self.window = config.window
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, state: Any) -> tuple[Tensor, Any]:
-        """Everything at once while it fits the window; then each block attends to itself and the window - 1 before it."""
+        """Everything at once while it fits the window; then each block attends to itself and window - 1 keys before."""
         before = Window.empty(k, v) if state is None else state
         seen = before.append(k, v, padding)
         after = seen.last(self.window - 1)

@@ -162,7 +162,8 @@ class Window(NamedTuple):
         """At most so many of the last slots."""
         begin = max(0, self.slots - slots)
         # Cloned: views would keep the whole prompt in memory for as long as the window lives.
-        return Window(*(None if part is None else part[:, begin:].clone() for part in self))
+        valid = None if self.valid is None else self.valid[:, begin:].clone()
+        return Window(self.keys[:, begin:].clone(), self.values[:, begin:].clone(), valid)
 
     def row(self, row: int) -> Window:
         """One row, without its empty slots."""

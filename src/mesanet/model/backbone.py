@@ -326,12 +326,8 @@ class LanguageModel(nn.Module):
                 wrong = low if low < 0 else high
                 raise ValueError(f"tokens: got {wrong}, expected ids from 0 to {vocabulary - 1}, the vocabulary")
         rows = tokens.shape[0]
-        if mask is not None and mask.shape != tokens.shape[:2]:
-            raise ValueError(f"mask: got shape {tuple(mask.shape)}, expected that of tokens, {tuple(tokens.shape[:2])}")
-        if mask is not None and (mask.is_floating_point() or mask.is_complex()):
-            raise ValueError(f"mask: got {mask.dtype}, expected true and false, or 1 and 0 as integers")
-        if mask is not None and mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
-            raise ValueError(f"mask: got numbers up to {int(mask.max())} and down to {int(mask.min())}, expected 0 and 1")
+        if mask is not None:
+            _check_mask(mask, tokens)
         if cu_seqlens is not None:
             if mask is not None:
                 raise ValueError("mask: packed sequences (cu_seqlens) have no padding, so give only one of the two")
@@ -345,6 +341,16 @@ class LanguageModel(nn.Module):
             raise ValueError(f"cache: has {cache.rows} rows, but the tokens have {rows}")
         if cache is not None and len(cache.states) != len(self.blocks):
             raise ValueError(f"cache: is of a model with {len(cache.states)} layers, this one has {len(self.blocks)}")
+
+
+def _check_mask(mask: Tensor, tokens: Tensor) -> None:
+    """Refuse what does not say true or false of every token."""
+    if mask.shape != tokens.shape[:2]:
+        raise ValueError(f"mask: got shape {tuple(mask.shape)}, expected that of tokens, {tuple(tokens.shape[:2])}")
+    if mask.is_floating_point() or mask.is_complex():
+        raise ValueError(f"mask: got {mask.dtype}, expected true and false, or 1 and 0 as integers")
+    if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
+        raise ValueError(f"mask: got numbers from {int(mask.min())} to {int(mask.max())}, expected 0 and 1")
 
 
 def _observed_once(mixer: Mixer) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -43,7 +43,7 @@ def stream(
 ) -> Iterator[Step]:
     """Continue every prompt, and yield the tokens as they come. A sequence that has ended leaves the batch.
 
-    Prompts and stop ids that the model does not know are refused by the call itself, before the first token is asked for.
+    Prompts and stop ids that the model does not know are refused by the call itself, not with the first token.
     """
     _check_stop_ids(config, model)
     if len(prompts) == 0 or config.max_tokens == 0:
