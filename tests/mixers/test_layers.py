@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mesanet.config.model import ModelConfig
 from mesanet.mixers import MIXERS, HeadMixer
+from mesanet.mixers.attention import SlidingWindow
 from mesanet.mixers.hawk import Hawk
 from mesanet.mixers.layers import RMSNorm, ShortConvolution, unit_length
 from mesanet.mixers.layout import dense_layout
@@ -112,6 +113,23 @@ def test_hawk_is_the_recurrent_block_of_recurrent_gemma() -> None:
         (torch.autograd.grad(actual, x, probe)[0], torch.autograd.grad(expected, x, probe)[0]),
     ]:
         assert (one - other).norm() <= 1e-5 * other.norm()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_window_that_fills_up_piece_by_piece_gives_the_whole(padded: bool) -> None:
+    """Pieces while everything fits the window, the one with which it no longer does, and pieces behind that."""
+    mixer = SlidingWindow(ModelConfig(width=16, heads=2, key_size=8, layers=1, window=20), 0)
+    q, k, v = torch.randn(3, 2, 90, 2, 8, dtype=torch.float64)
+    padding = torch.tensor([2, 0]) if padded else None
+    whole, after_whole = mixer.attend(q, k, v, padding, None)
+    outputs, state = [], None
+    for begin, end in [(0, 3), (3, 8), (8, 9), (9, 19), (19, 20), (20, 22), (22, 50), (50, 90)]:
+        piece = (tensor[:, begin:end] for tensor in (q, k, v))
+        output, state = mixer.attend(*piece, padding if begin == 0 else None, state)
+        outputs.append(output)
+    real = torch.arange(90) >= torch.tensor([[2], [0]]) if padded else torch.ones(2, 90, dtype=torch.bool)
+    torch.testing.assert_close(torch.cat(outputs, dim=1)[real], whole[real])
+    torch.testing.assert_close(state.keys, after_whole.keys, atol=0, rtol=0)
 
 
 def test_unit_length_is_one_and_keeps_the_direction_and_zero() -> None:

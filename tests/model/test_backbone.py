@@ -276,9 +276,10 @@ def test_windowed_attention_is_attention_under_a_band(window: int) -> None:
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=band
         )
         torch.testing.assert_close(output, expected.transpose(1, 2))
-        # No slot is kept, or looked at, that holds no token.
-        assert after.keys.shape[1] == min(time, window - 1)
-        assert after.valid is None
+        assert after.slots == window - 1
+        assert after.mask().sum(dim=1).tolist() == 2 * [min(time, window - 1)]
+        # Slots that hold no token are no work for what follows.
+        assert after.without_empty().slots == min(time, window - 1)
 
 
 def test_attention_is_the_attention_of_llama() -> None:

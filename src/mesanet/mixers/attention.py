@@ -81,7 +81,10 @@ class SlidingWindow(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, state: Any) -> tuple[Tensor, Any]:
         """Everything at once while it fits the window; then each block attends to itself and window - 1 keys before."""
-        before = Window.empty(k, v) if state is None else state
+        before: Window = Window.empty(k, v) if state is None else state
+        if q.shape[1] > 1:
+            # For a single token, looking for them would cost more than they do.
+            before = before.without_empty()
         seen = before.append(k, v, padding)
         after = seen.last(self.window - 1)
         if q.shape[1] == 0:

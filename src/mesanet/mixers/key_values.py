@@ -118,7 +118,7 @@ class KeyValues:
 
 
 class Window(NamedTuple):
-    """The last keys and values that windowed attention has seen, fewer than its window."""
+    """The last keys and values that windowed attention has seen; between two calls, in a fixed number of slots."""
 
     keys: Tensor
     """[B, slots, H, K]"""
@@ -151,6 +151,14 @@ class Window(NamedTuple):
             fresh = torch.arange(k.shape[1], device=k.device) >= padding[:, None]
         return Window(keys, values, join_history(self.mask(), fresh, padding))
 
+    def without_empty(self) -> Window:
+        """The same without the slots at the front that are empty in every row."""
+        if self.valid is None:
+            return self
+        empty = int((~self.valid.any(dim=0)).sum())
+        valid = self.valid[:, empty:]
+        return Window(self.keys[:, empty:], self.values[:, empty:], None if bool(valid.all()) else valid)
+
     def led_by(self, slots: int) -> Window:
         """The same behind so many empty slots."""
         if slots == 0:
@@ -159,11 +167,12 @@ class Window(NamedTuple):
         return Window(keys, values, F.pad(self.mask(), (slots, 0)))
 
     def last(self, slots: int) -> Window:
-        """At most so many of the last slots."""
+        """So many of the last slots, the first of them empty where there are fewer."""
         begin = max(0, self.slots - slots)
         # Cloned: views would keep the whole prompt in memory for as long as the window lives.
         valid = None if self.valid is None else self.valid[:, begin:].clone()
-        return Window(self.keys[:, begin:].clone(), self.values[:, begin:].clone(), valid)
+        kept = Window(self.keys[:, begin:].clone(), self.values[:, begin:].clone(), valid)
+        return kept.led_by(slots - kept.slots)
 
     def row(self, row: int) -> Window:
         """One row, without its empty slots."""
@@ -174,9 +183,7 @@ class Window(NamedTuple):
 
     @staticmethod
     def stack(rows: list[Window]) -> Window:
-        """Single rows as one, the shorter ones behind empty slots."""
-        slots = max(row.slots for row in rows)
-        full = all(row.slots == slots and row.valid is None for row in rows)
-        rows = [row.led_by(slots - row.slots) for row in rows]
+        """Single rows as one."""
+        full = all(row.valid is None for row in rows)
         keys, values = torch.cat([row.keys for row in rows]), torch.cat([row.values for row in rows])
         return Window(keys, values, None if full else torch.cat([row.mask() for row in rows]))
