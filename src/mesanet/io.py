@@ -18,9 +18,8 @@ from typing import Any, BinaryIO
 from mesanet.errors import UserError
 
 Shape = type[Any] | dict[str, Any] | list[Any] | tuple[Any, ...] | None
-"""What plain data have to hold: a type; a table with these entries at least; a list of one kind of item; one of several
-shapes; or null."""
-_ACCEPTED: dict[Any, Any] = {float: (int, float)}
+"""What plain data have to hold: a type, `object` for anything; a table with these entries at least; a list of one kind
+of item; one of several shapes; or null."""
 
 
 def write_atomic(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> Path:
@@ -102,9 +101,17 @@ def _misfit(value: Any, shape: Shape, name: str) -> str | None:
             return f"{here} is {_kind(value)} instead of a list"
         parts = ((item, shape[0], f"{name}[{number}]") for number, item in enumerate(value))
     else:
-        fits = value is None if shape is None else isinstance(value, _ACCEPTED.get(shape, shape))
-        return None if fits and not (isinstance(value, bool) and shape is not bool) else f"{here} is {_kind(value)}"
+        return None if _is_a(value, shape) else f"{here} is {_kind(value)}"
     return next(filter(None, (_misfit(*part) for part in parts)), None)
+
+
+def _is_a(value: Any, kind: type[Any] | None) -> bool:
+    """Whether it is of this type; a whole number is a float, and true is no number."""
+    if kind is None:
+        return value is None
+    if isinstance(value, bool):
+        return kind in (bool, object)
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def _kind(value: Any) -> str:
@@ -113,18 +120,24 @@ def _kind(value: Any) -> str:
     )
 
 
-def read_json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Give what the lines of a file hold, but for a last line that a crash has cut off; nothing without a file."""
+def read_json_lines(path: str | os.PathLike[str], shape: Shape) -> Iterator[Any]:
+    """Give what the lines of a file hold, but for a last line that a crash has cut off; nothing without a file.
+
+    A UserError names the file and the line that is no JSON, or lacks something of `shape`.
+    """
     if not Path(path).is_file():
         return
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
+            place = f"{os.fspath(path)}, line {number}"
             try:
-                yield json.loads(line)
+                value = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{os.fspath(path)}, line {number} is not valid JSON: {error}") from error
+                raise UserError(f"{place} is damaged: {error}") from error
+            check_shape(place, value, shape)
+            yield value
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:

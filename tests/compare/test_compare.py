@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +13,15 @@ import numpy as np
 import pytest
 
 from mesanet.compare import compare
-from mesanet.compare.corpus import entropy
-from mesanet.compare.plan import mixer_patterns
+from mesanet.compare.corpus import describe_corpus, entropy
 from mesanet.compare.presets import DEMO_MIXERS, compare_preset
 from mesanet.config.compare import CompareConfig
 from mesanet.config.data import PrepareConfig
+from mesanet.data.dataset import open_dataset
 from mesanet.data.preparation import prepare
 from mesanet.errors import UserError
 from mesanet.report.page import build_report
+from mesanet.training.presets import mixer_patterns
 
 # The first test to need them trains the models, which takes a while on a busy machine.
 pytestmark = pytest.mark.timeout(1200)
@@ -28,6 +30,18 @@ FIGURES = ("training", "by_position", "extrapolation", "solver", "speed")
 
 def test_entropy() -> None:
     assert entropy(np.array([1, 1, 0, 2])) == pytest.approx(1.5 * np.log(2))
+
+
+def test_the_corpus_is_counted_shard_by_shard(config: CompareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mesanet.compare.corpus.PART", 7)
+    assert config.data is not None
+    dataset = open_dataset(config.data)
+    tokens = [int(t) for split in (dataset.train, dataset.validation) for n in range(len(split)) for t in split[n]]
+    corpus = describe_corpus(dataset)
+    assert corpus["tokens"] == len(tokens)
+    shares = np.array(list(Counter(tokens).values())) / len(tokens)
+    # Sums of at most 257 float64 terms below 1.
+    assert corpus["unigram_entropy"] == pytest.approx(-sum(p * np.log(p) for p in shares), abs=1e-12)
 
 
 def test_the_demo_compares_three() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ SETTINGS: dict[str, Any] = {
 
 
 def add_preset(data: Path) -> None:
-    """Let `tiny` name a run on these data."""
+    """Let `tiny` name a run on these data, in float64, so that only a mistake can make a difference."""
 
     def tiny(mixers: Pattern = "mesa") -> RunConfig:
-        return tiny_run(data, mixers=pattern(mixers))
+        run = tiny_run(data, mixers=pattern(mixers))
+        return replace(run, model=replace(run.model, dtype="float64"))
 
     RUNS["tiny"] = tiny
 

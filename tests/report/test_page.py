@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from mesanet.errors import UserError
 from mesanet.io import read_json, write_json_atomic, write_text_atomic
 from mesanet.report.comparison import read_comparison
 from mesanet.report.evaluations import counterpart, plain_table, positions_table
+from mesanet.report.figures import solver_effort
 from mesanet.report.page import build_report
 from mesanet.report.tables import extrapolation_table, perplexity_table, solver_table
 
@@ -28,6 +30,7 @@ def settings(length: int, max_tokens: int) -> dict[str, Any]:
         "whole": False,
         "max_tokens": max_tokens,
         "seed": 0,
+        "packed": False,
         "split": "validation",
         "precision": "float32",
         "piece": 2048,
@@ -45,7 +48,11 @@ def evaluation(
         "data": {"name": "text", "fingerprint": "same/validation", "documents": 2},
         "model": {"parameters": 1000, "weights_sha256": "0"},
         "settings": settings(length, max_tokens),
-        "override": {"max_steps": steps, "tolerance": None if steps is None else 0.0, "preconditioner": None},
+        "override": {
+            "max_steps": steps,
+            "tolerance": None if steps is None else 0.0,
+            "preconditioner": None if steps is None else "none",
+        },
         "solver": solver,
         "steps": None if steps is None else {"mean": steps},
         "tokens_per_second": 100.0,
@@ -66,10 +73,15 @@ def folder(tmp_path: Path) -> Path:
         "preset": "demo",
         "mixers": ["mesa", "attention", "hawk"],
         "length": LENGTH,
-        "machine": "a machine, 1 threads",
-        "command": ["mesanet", "compare", "<demo>"],
-        "mesanet": "0",
-        "torch": "0",
+        "history": [
+            {
+                "machine": "a machine, 1 threads",
+                "command": ["mesanet", "compare", "<demo>"],
+                "mesanet": "0",
+                "torch": "0",
+            }
+        ],
+        "settings": {},
         "created": "2026-01-01",
         "data": "same",
         "run": {
@@ -88,7 +100,7 @@ def folder(tmp_path: Path) -> Path:
     write_json_atomic(tmp_path / "corpus.json", corpus)
     for number, mixers in enumerate(("mesa", "attention")):
         run = tmp_path / "runs" / mixers
-        write_json_atomic(run / "config.json", {})
+        write_json_atomic(run / "config.json", {"training": {"peak_learning_rate": 0.002}})
         lines = [
             f'{{"kind": "train", "step": {s}, "tokens": {64 * s}, "loss": {3 - s / 10}, "tokens_per_second": {50 + s}}}'
             for s in range(1, 6)
@@ -97,7 +109,7 @@ def folder(tmp_path: Path) -> Path:
         write_text_atomic(run / "metrics.jsonl", "\n".join(lines))
         write_json_atomic(run / "evaluations" / "a.json", evaluation(2 + number / 10, LENGTH, 1000))
         write_json_atomic(run / "evaluations" / "b.json", evaluation(2 + number / 10, LONGEST, 2000))
-        sample = {"prompt": "<b>", "text": "text & more", "tokens_per_second": 9.0}
+        sample = {"prompt": "<b>", "text": "text & more", "tokens_per_second": 9.0, "model": {"weights_sha256": "0"}}
         write_json_atomic(run / "sample.json", sample)
     for steps in (0, 2, 4):
         solver = {"max_steps": steps, "tolerance": 0.0, "preconditioner": None}
@@ -133,8 +145,9 @@ def test_the_difference_to_attention_is_paired(folder: Path) -> None:
     assert table.head[-1] == "NLL relative to attention"
     # The windows of both models differ by the same amount each, so that the error of the difference is zero.
     assert [row[-1] for row in table.rows] == ["-0.1000 ± 0.0000", ""]
-    assert table.rows[0][2] == "54"
-    assert table.best == [None, None, 0, 0, 0, None]
+    assert [row[2] for row in table.rows] == ["0.002", "0.002"]
+    assert table.rows[0][3] == "54"
+    assert table.best == [None, None, None, 0, 0, 0, None]
 
 
 def test_extrapolation_is_the_mean_so_far(folder: Path) -> None:
@@ -169,7 +182,7 @@ OTHERS = {
     "piece": {"settings": {"piece": 64}},
     "length": {"settings": {"length": 2 * LENGTH}},
     "packed": {"settings": {"packed": True}},
-    "solver": {"override": {"preconditioner": "none"}},
+    "solver": {"override": {"preconditioner": "auto"}},
     "weights": {"model": {"weights_sha256": "old"}},
 }
 
@@ -177,13 +190,8 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_was_evaluated_otherwise_is_not_shown(folder: Path, other: str) -> None:
     """A newer record of other data, settings or weights takes the place of none that the comparison made."""
-    planned = {"settings": {"packed": False}}
     for name in ("mesa", "attention"):
         write_json_atomic(folder / "runs" / name / "evaluated.json", {"weights_sha256": "0"})
-    for kind in ("position", "solver"):
-        plan = read_json(folder / "compare.json")
-        plan["evaluations"][kind] |= planned["settings"]
-        write_json_atomic(folder / "compare.json", plan)
     before = build_report(folder).read_bytes()
     solver = {"max_steps": 2, "tolerance": 0.0, "preconditioner": None}
     for number, record in enumerate((evaluation(9.0, LENGTH, 1000), evaluation(9.0, LENGTH, 500, 2, solver))):
@@ -222,8 +230,74 @@ def test_what_is_no_comparison_yet_says_so(folder: Path) -> None:
     with pytest.raises(UserError, match="has no model yet"):
         build_report(folder)
     write_json_atomic(folder / "compare.json", {})
-    with pytest.raises(UserError, match=r"compare\.json is not the plan of a comparison"):
+    with pytest.raises(UserError, match=r"compare\.json is damaged: it has no 'preset'"):
         build_report(folder)
+
+
+def lacking(path: Path, *names: str) -> None:
+    """Take a part out of a record."""
+    record = read_json(path)
+    inner = record
+    for name in names[:-1]:
+        inner = inner[name]
+    del inner[names[-1]]
+    write_json_atomic(path, record)
+
+
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [
+        ("compare.json", ("run", "model", "heads")),
+        ("corpus.json", ("tokens",)),
+        ("runs/mesa/config.json", ("training", "peak_learning_rate")),
+        ("runs/mesa/sample.json", ("text",)),
+        ("runs/mesa/evaluations/a.json", ("summary", "nll")),
+        ("runs/mesa/evaluations/steps2.json", ("override", "preconditioner")),
+    ],
+)
+def test_records_that_lack_something_are_named(folder: Path, file: str, names: tuple[str, ...]) -> None:
+    lacking(folder / file, *names)
+    with pytest.raises(UserError, match=rf"{Path(file).name} is damaged: .* has no '{names[-1]}'"):
+        build_report(folder)
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"{", b"\xff"])
+@pytest.mark.parametrize("file", ["compare.json", "corpus.json", "runs/mesa/config.json", "runs/mesa/sample.json"])
+def test_files_that_are_no_records_are_named(folder: Path, file: str, content: bytes) -> None:
+    (folder / file).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{Path(file).name} is (damaged|not valid JSON)"):
+        build_report(folder)
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"kind": "train"}', '{"kind": "train", "step": 1, "tokens": 9}', "x"])
+def test_a_line_of_the_metrics_that_lacks_something_is_named(folder: Path, line: str) -> None:
+    path = folder / "runs" / "mesa" / "metrics.jsonl"
+    path.write_text(line + "\n" + path.read_text())
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 1 is damaged"):
+        build_report(folder)
+
+
+def test_every_model_that_solves_has_its_curve(folder: Path) -> None:
+    shutil.copytree(folder / "runs" / "mesa", folder / "runs" / "hawk-mesa")
+    plan = read_json(folder / "compare.json")
+    write_json_atomic(folder / "compare.json", {**plan, "mixers": ["mesa", "attention", "hawk-mesa"]})
+    figure = solver_effort(read_comparison(folder))
+    assert figure is not None
+    titles = [axes.get_title() for axes in figure.axes]
+    assert [title.partition(":")[0] for title in titles[::2]] == ["Mesa", "Hawk-Mesa"]
+    for axes in figure.axes[::2]:
+        (curve,) = axes.get_lines()
+        assert curve.get_xdata().tolist() == [0, 2, 4]
+
+
+def test_the_page_says_how_all_were_optimised(folder: Path) -> None:
+    assert "optimised alike" in build_report(folder).read_text()
+    write_json_atomic(folder / "runs" / "mesa" / "config.json", {"training": {"peak_learning_rate": 0.001}})
+    text = build_report(folder).read_text()
+    assert "optimised alike" not in text
+    assert "peak learning rate in the table" in text
+    assert "<td>0.001</td>" in text
+    assert "<td>0.002</td>" in text
 
 
 def test_plain_tables() -> None:

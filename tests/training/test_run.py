@@ -236,6 +236,20 @@ def test_other_data_in_the_same_place_are_refused(tiny_data: Path, tmp_path: Pat
         train_quietly(tiny_run(tiny_data, steps=4), tmp_path / "run", resume=True)
 
 
+@pytest.mark.parametrize("content", ["[1]", "{}", "{", '{"data": 3}'])
+@pytest.mark.parametrize("name", ["run.json", "config.json"])
+def test_a_run_folder_with_a_damaged_file_is_refused_by_its_name(
+    tiny_data: Path, tmp_path: Path, name: str, content: str
+) -> None:
+    run = tmp_path / "run"
+    config = tiny_run(tiny_data, steps=4)
+    train_quietly(config, run)
+    (run / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"{name} is (damaged|not)|another config"):
+        train_quietly(config, run, resume=True)
+    assert (run / name).read_text() == content
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -257,7 +271,7 @@ def test_data_that_do_not_fit_are_refused(
 
 def test_a_file_or_a_foreign_folder_in_the_way_is_refused(tiny_data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises((UserError, FileExistsError), match="file"):
+    with pytest.raises(UserError, match="file is a file; choose another folder with --out"):
         train_quietly(tiny_run(tiny_data), tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "metrics.jsonl").write_text("mine")
@@ -267,7 +281,7 @@ def test_a_file_or_a_foreign_folder_in_the_way_is_refused(tiny_data: Path, tmp_p
 
 
 def test_folders_without_anything_in_them_are_not_a_run(tiny_data: Path, tmp_path: Path) -> None:
-    """As an earlier version left them when it was killed while it started."""
+    """A lock, and a folder for checkpoints that somebody has made."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / ".lock").touch()
     train_quietly(tiny_run(tiny_data, steps=4), tmp_path, resume=True)
@@ -280,16 +294,21 @@ def test_folders_without_anything_in_them_are_not_a_run(tiny_data: Path, tmp_pat
         (b"\0" * 20, ""),
         (b"\xff\xfe{}", "codec can't decode"),
         (b'{"kind": "train"}', "it has no 'step'"),
-        (b"[1]", "it is not the record of a step"),
+        (b'{"kind": "train", "step": 2, "tokens": 9}', "it has no 'loss'"),
+        (b'{"step": 2, "tokens": 9, "loss": 1.5}', "it has no 'kind'"),
+        (b'{"kind": "train", "step": "2", "tokens": 9, "loss": 1.5}', "step is a text"),
+        (b"[1]", "it is a list instead of a table"),
     ],
 )
 def test_a_damaged_line_of_the_metrics_is_named(tmp_path: Path, line: bytes, problem: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n{"st')
-    with pytest.raises(UserError, match=rf"metrics\.jsonl, line 2 is damaged \(.*{problem}"):
+    first, third = ({"kind": "train", "step": step, "tokens": 9 * step, "loss": 1.5} for step in (1, 3))
+    whole = [json.dumps(record).encode() for record in (first, third)]
+    path.write_bytes(b"\n".join([whole[0], line, whole[1], b'{"st']))
+    with pytest.raises(UserError, match=rf"metrics\.jsonl, line 2 is damaged: .*{problem}"):
         list(read_metrics(path))
-    path.write_bytes(b'{"step": 1}\n{"step": 3}\n{"st')
-    assert list(read_metrics(path)) == [{"step": 1}, {"step": 3}]
+    path.write_bytes(b"\n".join([*whole, b'{"st']))
+    assert list(read_metrics(path)) == [first, third]
 
 
 def test_two_processes_do_not_train_in_one_folder(tiny_data: Path, tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from mesanet.data.dataset import Dataset
 from mesanet.errors import UserError
 from mesanet.evaluation.documents import lengths
 from mesanet.evaluation.run import provenance
-from mesanet.io import read_json, write_json_atomic
+from mesanet.io import read_record, write_json_atomic
 from mesanet.report.comparison import PLAN
+from mesanet.report.shapes import PLAN as PLAN_SHAPE
 from mesanet.training.presets import run_preset
 
 FREE = ("mixers", "out", "parallel", "accumulation", "activation_checkpointing", "device")
@@ -68,10 +69,10 @@ def make_plan(
         "evaluations": _evaluations(config, run, dataset),
     }
     if path.exists():
-        before = read_json(path)
+        before = read_record(path, PLAN_SHAPE)
         _check_same(before, plan, config)
         plan["created"] = before["created"]
-        plan["history"] = _history(before.get("history", []), about)
+        plan["history"] = _history(before["history"], about)
         # A comparison that goes on with some of its mixers keeps the others in its report.
         plan["mixers"] = [*dict.fromkeys([*before["mixers"], *plan["mixers"]])]
     write_json_atomic(path, plan)
@@ -112,9 +113,7 @@ def _history(before: list[dict[str, Any]], now: dict[str, Any]) -> list[dict[str
     return before if {**now, "created": None} in told else [*before, now]
 
 
-def _check_same(before: Any, plan: dict[str, Any], config: CompareConfig) -> None:
-    if not isinstance(before, dict) or "settings" not in before:
-        raise UserError(f"{config.out / PLAN} is not the plan of a comparison; choose another folder with --out")
+def _check_same(before: dict[str, Any], plan: dict[str, Any], config: CompareConfig) -> None:
     for name, value in plan["settings"].items():
         there = before["settings"].get(name)
         if name not in FREE and there != value:

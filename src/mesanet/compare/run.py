@@ -19,10 +19,11 @@ from mesanet.config.training import RunConfig
 from mesanet.data.dataset import Dataset
 from mesanet.errors import UserError
 from mesanet.evaluation.run import current_weights, evaluate_run
-from mesanet.io import read_json, write_json_atomic
+from mesanet.io import read_json, read_record, write_json_atomic
 from mesanet.presets import pattern
-from mesanet.report.comparison import CORPUS, EVALUATED, RUNS
+from mesanet.report.comparison import CORPUS, EVALUATED, RUNS, preconditioner
 from mesanet.report.page import build_report
+from mesanet.report.shapes import CORPUS as CORPUS_SHAPE
 from mesanet.training.distributed import connect
 from mesanet.training.presets import mixer_patterns
 from mesanet.training.run import prepared, train
@@ -77,7 +78,10 @@ class _Evaluation:
         )
         self._evaluate([each for each in (position, extrapolation) if each is not None])
         if solver is not None and "mesa" in pattern(self.mixers):
-            fixed = [SolverOverride(max_steps=steps, tolerance=0.0) for steps in config.solver_steps]
+            fixed = [
+                SolverOverride(max_steps=steps, tolerance=0.0, preconditioner=preconditioner(0.0))
+                for steps in config.solver_steps
+            ]
             adaptive = [SolverOverride(tolerance=tolerance) for tolerance in config.solver_tolerances]
             self._evaluate([solver], [*fixed, *adaptive])
         write_sample(folder, self.dataset, config, self.device, self.command)
@@ -107,7 +111,7 @@ def _check_processes(config: RunConfig) -> None:
 
 
 def _corpus(path: Path, dataset: Dataset) -> None:
-    if not path.exists() or read_json(path).get("fingerprint") != dataset.fingerprint:
+    if not path.exists() or read_record(path, CORPUS_SHAPE)["fingerprint"] != dataset.fingerprint:
         write_json_atomic(path, describe_corpus(dataset))
 
 

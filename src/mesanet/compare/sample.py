@@ -12,9 +12,10 @@ import torch
 from mesanet.config.compare import CompareConfig
 from mesanet.data.dataset import Dataset
 from mesanet.evaluation.run import describe_model, provenance
-from mesanet.io import read_json, write_json_atomic
+from mesanet.io import read_record, write_json_atomic
 from mesanet.model.files import find_model, load_model
 from mesanet.model.text import stream_text
+from mesanet.report import shapes
 from mesanet.report.comparison import SAMPLE
 
 
@@ -27,7 +28,7 @@ def write_sample(
     about = describe_model(model, model_folder, run)
     path = run / SAMPLE
     if path.exists():
-        before: dict[str, Any] = read_json(path)
+        before: dict[str, Any] = read_record(path, shapes.SAMPLE)
         if before["model"]["weights_sha256"] == about["weights_sha256"]:
             return before
     tokenizer = dataset.tokenizer()

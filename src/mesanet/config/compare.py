@@ -41,7 +41,8 @@ class CompareConfig:
     longest_tokens: int = 1 << 19
     """Tokens for length extrapolation, at most."""
     solver_steps: tuple[int, ...] = (0, 1, 2, 4, 8, 16, 30)
-    """Numbers of steps for the curve of the mesa models' loss against fixed solver steps."""
+    """Numbers of steps for the curve of the mesa models' loss against fixed solver steps, which are plain conjugate
+    gradient steps, without a preconditioner."""
     solver_tolerances: tuple[float, ...] = (0.5, 0.1, 1e-2, 1e-3, 1e-4, 1e-5)
     """Tolerances for the same with as many steps as each token needs."""
     solver_tokens: int = 1 << 16

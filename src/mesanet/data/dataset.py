@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ class Split:
         before = int(self._shard_ends[shard - 1]) if shard else 0
         assert end <= self._shard_ends[shard], "documents never lie across two shards"
         return self._open(shard)[start - before : end - before]
+
+    def shards(self) -> Iterator[NDArray[Any]]:
+        """Give all tokens, shard by shard."""
+        for shard in range(len(self._shards)):
+            yield self._open(shard)
 
     def _open(self, shard: int) -> NDArray[Any]:
         tokens = self._maps.get(shard)

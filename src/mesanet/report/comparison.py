@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from mesanet.errors import UserError
-from mesanet.io import read_json, read_json_lines
+from mesanet.io import read_json_lines, read_record
+from mesanet.report import shapes
 from mesanet.report.evaluations import Record, newest, overridden, read_evaluations
 
 PLAN = "compare.json"
-PLANNED = ("preset", "mixers", "length", "data", "run", "evaluations")
-"""What a plan has to say."""
 CORPUS = "corpus.json"
 RUNS = "runs"
 SAMPLE = "sample.json"
@@ -43,6 +43,11 @@ class Run:
     """Evaluations with other settings of the solver."""
     sample: Record | None
     """Generated text."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The peak learning rate that it was trained with."""
+        return float(self.config["training"]["peak_learning_rate"])
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -79,12 +84,8 @@ def read_comparison(folder: Path) -> Comparison:
     """Read the records; runs that have not begun are left out."""
     if not (folder / PLAN).is_file():
         raise UserError(f"{folder} holds no comparison: there is no {PLAN} in it; `mesanet compare` writes one")
-    plan = read_json(folder / PLAN)
-    if not isinstance(plan, dict) or any(name not in plan for name in PLANNED):
-        raise UserError(
-            f"{folder / PLAN} is not the plan of a comparison, or not all of it; `mesanet compare` writes it"
-        )
-    corpus = read_json(folder / CORPUS) if (folder / CORPUS).is_file() else None
+    plan = read_record(folder / PLAN, shapes.PLAN)
+    corpus = read_record(folder / CORPUS, shapes.CORPUS) if (folder / CORPUS).is_file() else None
     found = [_read_run(folder / RUNS / mixers, mixers, plan) for mixers in plan["mixers"]]
     runs = [run for run in found if run is not None]
     if not runs:
@@ -97,20 +98,20 @@ def read_comparison(folder: Path) -> Comparison:
 def _read_run(folder: Path, mixers: str, plan: Record) -> Run | None:
     if not (folder / "config.json").is_file():
         return None
-    metrics = list(read_json_lines(folder / METRICS))
+    metrics = list(read_json_lines(folder / METRICS, shapes.METRIC))
     records = _current(list(read_evaluations(folder)), folder)
     position, extrapolation, solver = (
         _planned(records, plan["evaluations"][name], plan["data"]) for name in ("position", "extrapolation", "solver")
     )
     return Run(
         mixers=mixers,
-        config=read_json(folder / "config.json"),
+        config=read_record(folder / "config.json", shapes.RUN_CONFIG),
         training=[record for record in metrics if record["kind"] == "train"],
         validation=[record for record in metrics if record["kind"] == "validation"],
         position=newest(record for record in position if not overridden(record)),
         extrapolation=newest(record for record in extrapolation if not overridden(record)),
         solver=_solver_settings(solver),
-        sample=read_json(folder / SAMPLE) if (folder / SAMPLE).is_file() else None,
+        sample=read_record(folder / SAMPLE, shapes.SAMPLE) if (folder / SAMPLE).is_file() else None,
     )
 
 
@@ -120,7 +121,9 @@ def _current(records: list[Record], folder: Path) -> list[Record]:
     latest = newest(iter(records))
     if latest is None:
         return []
-    weights = read_json(facts)["weights_sha256"] if facts.is_file() else latest["model"]["weights_sha256"]
+    weights = (
+        read_record(facts, shapes.EVALUATED)["weights_sha256"] if facts.is_file() else latest["model"]["weights_sha256"]
+    )
     return [record for record in records if record["model"]["weights_sha256"] == weights]
 
 
@@ -133,16 +136,21 @@ def _planned(records: list[Record], settings: Record | None, data: str) -> list[
         record
         for record in records
         if record["data"]["fingerprint"] == f"{data}/{settings['split']}"
-        and all(record["settings"].get(name, value) == value for name, value in wanted.items())
+        and all(record["settings"][name] == value for name, value in wanted.items())
     ]
 
 
 def _solver_settings(records: list[Record]) -> list[Record]:
-    """The newest record of each number of steps and of each tolerance, with the solver's method as the model says."""
+    """The newest record of each number of plain steps, and of each tolerance with the model's own method."""
     settings: dict[tuple[int | None, float | None], list[Record]] = {}
     for record in records:
         override = record["override"]
-        if overridden(record) and override.get("preconditioner") is None:
+        if overridden(record) and override["preconditioner"] == preconditioner(override["tolerance"]):
             settings.setdefault((override["max_steps"], override["tolerance"]), []).append(record)
     found = (newest(iter(same)) for same in settings.values())
     return [record for record in found if record is not None]
+
+
+def preconditioner(tolerance: float | None) -> Literal["none"] | None:
+    """What the solver is told beside a tolerance: 0 means fixed steps, which the paper takes without one."""
+    return "none" if tolerance == 0 else None

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from mesanet.errors import UserError
-from mesanet.io import read_json
+from mesanet.io import check_shape, read_json
 from mesanet.report.positions import bucket_edges, bucket_sums, mean_so_far, positions_of
+from mesanet.report.shapes import EVALUATION
 
 FOLDER = "evaluations"
 Record = dict[str, Any]
@@ -21,6 +22,7 @@ def read_evaluations(run: Path) -> Iterator[Record]:
     for path in sorted((run / FOLDER).glob("*.json")):
         record = read_json(path)
         if isinstance(record, dict) and record.get("kind") == "evaluation":
+            check_shape(path, record, EVALUATION)
             yield record
 
 
@@ -29,14 +31,14 @@ def counterpart(run: Path, record: Record, weights: str) -> Record:
 
     Its solver is as it comes, and of several records the newest counts.
     """
-    precision = record["settings"].get("precision")
+    precision = record["settings"]["precision"]
     found = newest(
         other
         for other in read_evaluations(run)
         if same_tokens(other, record)
         and not overridden(other)
         and other["model"]["weights_sha256"] == weights
-        and other["settings"].get("precision") == precision
+        and other["settings"]["precision"] == precision
     )
     if found is not None:
         return found
@@ -54,7 +56,7 @@ def newest(records: Iterable[Record]) -> Record | None:
 def same_tokens(first: Record, second: Record) -> bool:
     """Whether two records are of the same tokens, cut in the same way."""
     return first["data"]["fingerprint"] == second["data"]["fingerprint"] and all(
-        first["settings"].get(name, False) == second["settings"].get(name, False)
+        first["settings"][name] == second["settings"][name]
         for name in ("length", "at_least", "whole", "packed", "max_tokens", "seed")
     )
 

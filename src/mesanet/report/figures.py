@@ -121,36 +121,21 @@ def length_extrapolation(comparison: Comparison) -> Any | None:
 
 
 def solver_effort(comparison: Comparison) -> Any | None:
-    """Loss against the mean number of solver steps, for fixed steps and for tolerances; and where it is lost."""
-    run = next((run for run in comparison.runs if len(run.solver) > 1), None)
-    if run is None:
+    """Loss against the mean number of solver steps, for fixed steps and for tolerances; and where it is lost.
+
+    A row for each model that solves.
+    """
+    runs = [run for run in comparison.runs if len(run.solver) > 1]
+    if not runs:
         return None
-    uniform, adaptive = _families(run)
-    figure, axes = new_figure(2)
-    families = ((uniform, "fixed steps", "#a83232", 6), (adaptive, "tolerance", "#2a5fa8", -12))
-    for records, label, colour, above in families:
-        if not records:
-            continue
-        steps = [record["steps"]["mean"] for record in records]
-        nll = [record["summary"]["nll"] for record in records]
-        axes[0].plot(steps, nll, "-o", color=colour, markersize=4.5, label=label)
-        for record in records:
-            axes[0].annotate(
-                _setting(record),
-                (record["steps"]["mean"], record["summary"]["nll"]),
-                (0, above),
-                textcoords="offset points",
-                fontsize=7.5,
-                ha="center",
-                color=colour,
-            )
-    axes[0].margins(0.08, 0.14)
-    axes[0].set_title("Loss by mean solver steps")
-    axes[0].set_xlabel("mean steps of a token")
-    axes[0].set_ylabel("NLL (nats per token)")
-    axes[0].legend()
-    _lost_by_position(axes[1], uniform, adaptive)
-    _log_positions(axes[1], comparison.length)
+    figure, axes = new_figure(2, rows=len(runs))
+    for number, run in enumerate(runs):
+        uniform, adaptive = _families(run)
+        effort, lost = axes[2 * number : 2 * number + 2]
+        _loss_by_steps(effort, uniform, adaptive)
+        effort.set_title(f"{mixer_name(run.mixers)}: loss by mean solver steps")
+        _lost_by_position(lost, uniform, adaptive)
+        _log_positions(lost, comparison.length)
     return figure
 
 
@@ -201,6 +186,31 @@ def _families(run: Run) -> tuple[list[Record], list[Record]]:
         sorted(uniform, key=lambda record: int(record["solver"]["max_steps"])),
         sorted(adaptive, key=lambda record: -float(record["solver"]["tolerance"])),
     )
+
+
+def _loss_by_steps(axes: Any, uniform: list[Record], adaptive: list[Record]) -> None:
+    """A curve of fixed steps and one of tolerances, each dot with its setting."""
+    families = ((uniform, "fixed steps", "#a83232", 6), (adaptive, "tolerance", "#2a5fa8", -12))
+    for records, label, colour, above in families:
+        if not records:
+            continue
+        steps = [record["steps"]["mean"] for record in records]
+        nll = [record["summary"]["nll"] for record in records]
+        axes.plot(steps, nll, "-o", color=colour, markersize=4.5, label=label)
+        for record in records:
+            axes.annotate(
+                _setting(record),
+                (record["steps"]["mean"], record["summary"]["nll"]),
+                (0, above),
+                textcoords="offset points",
+                fontsize=7.5,
+                ha="center",
+                color=colour,
+            )
+    axes.margins(0.08, 0.14)
+    axes.set_xlabel("mean steps of a token")
+    axes.set_ylabel("NLL (nats per token)")
+    axes.legend()
 
 
 def _lost_by_position(axes: Any, uniform: list[Record], adaptive: list[Record]) -> None:

@@ -41,8 +41,9 @@ CAPTIONS = {
     "on the right less that of attention on the same tokens, where below zero is better.",
     "extrapolation": "Held-out documents that are longer than the training length (dashed), read from their beginning. "
     "Left: perplexity of all tokens up to a length; right: loss of the tokens at a position.",
-    "solver": "The same mesa model with less effort of its solver at test time: a fixed number of conjugate gradient "
-    "steps for every token, or as many as each token needs for a relative residual (numbers at the dots).",
+    "solver": "The same model with less effort of its solver at test time: a fixed number of plain conjugate gradient "
+    "steps for every token, which is the paper's uniform reduction, or as many steps of the model's own solver, which "
+    "has a preconditioner, as each token needs for a relative residual (numbers at the dots).",
     "speed": "Measured on the machine below, one model after the other.",
 }
 
@@ -78,10 +79,12 @@ def _introduction(comparison: Comparison) -> str:
     data, training = comparison.plan["run"]["data"], comparison.plan["run"]["training"]
     steps = training["steps"]
     tokens = steps * data["batch_size"] * data["sequence_length"] if steps else training["tokens"]
+    alike = len({run.learning_rate for run in comparison.runs}) == 1
+    rates = "optimised alike" if alike else "each with the peak learning rate in the table, and all else alike"
     names = ", ".join(escape(mixer_name(run.mixers)) for run in comparison.runs)
     return (
         f"{names}: one backbone, the same data in the same order, {tokens:,} training tokens in sequences of "
-        f"{comparison.length:,}, optimised alike."
+        f"{comparison.length:,}, {rates}."
     )
 
 
@@ -142,7 +145,7 @@ def _samples(comparison: Comparison, figures: dict[str, str]) -> Iterator[str]:
 def _provenance(comparison: Comparison, figures: dict[str, str]) -> Iterator[str]:
     plan, model = comparison.plan, comparison.plan["run"]["model"]
     yield "<ul>"
-    history = plan.get("history") or [plan]
+    history = plan["history"]
     for words in dict.fromkeys(" ".join(each["command"]) for each in history):
         yield f"<li>Command: <code>{escape(words)}</code></li>"
     yield (

@@ -80,12 +80,11 @@ def drawing(name: str) -> Iterator[None]:
         yield
 
 
-def new_figure(panels: int = 1, *, height: float = 3.7, ratios: tuple[float, ...] | None = None) -> tuple[Any, Any]:
-    """A figure as wide as the page's text, and its axes in a list."""
+def new_figure(panels: int = 1, *, rows: int = 1, height: float = 3.7) -> tuple[Any, Any]:
+    """A figure as wide as the page's text, and its axes row by row; the height is that of a row."""
     figure_module = import_optional("matplotlib.figure", "report")
-    figure = figure_module.Figure(figsize=(8.6, height), layout="constrained")
-    axes = figure.subplots(1, panels, squeeze=False, width_ratios=ratios)
-    return figure, list(axes[0])
+    figure = figure_module.Figure(figsize=(8.6, height * rows), layout="constrained")
+    return figure, list(figure.subplots(rows, panels, squeeze=False).flat)
 
 
 def save_figure(figure: Any, folder: Path, name: str) -> str:

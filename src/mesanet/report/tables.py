@@ -22,8 +22,8 @@ class Table(NamedTuple):
 
 
 def perplexity_table(comparison: Comparison) -> Table:
-    """Each model: size, speed, loss and perplexity on held-out text, and the difference to attention."""
-    head = ["model", "parameters", "training tokens/s", "NLL", "perplexity"]
+    """Each model: size, learning rate, speed, loss and perplexity on held-out text, and the difference to attention."""
+    head = ["model", "parameters", "peak learning rate", "training tokens/s", "NLL", "perplexity"]
     runs = [run for run in comparison.runs if run.position is not None]
     base = comparison.base
     relative = base is not None and base.position is not None and len(runs) > 1
@@ -34,9 +34,10 @@ def perplexity_table(comparison: Comparison) -> Table:
         row = [
             mixer_name(run.mixers),
             f"{run.position['model']['parameters']:,}",
+            f"{run.learning_rate:g}",
             "-" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
             f"{summary['nll']:.4f}",
-            f"{summary['perplexity']:.2f}",
+            perplexity_text(summary["perplexity"]),
         ]
         if relative and base is not None and base.position is not None:
             row.append("" if run is base else _paired(run.position, base.position))
@@ -46,7 +47,8 @@ def perplexity_table(comparison: Comparison) -> Table:
     losses = [run.position["summary"]["nll"] for run in runs if run.position is not None]
     speeds = [run.tokens_per_second or 0 for run in runs]
     best = int(np.argmin(losses)) if rows else None
-    return Table(head, rows, [None, None, int(np.argmax(speeds)) if rows else None, best, best, None][: len(head)])
+    fastest = int(np.argmax(speeds)) if rows else None
+    return Table(head, rows, [None, None, None, fastest, best, best, None][: len(head)])
 
 
 def extrapolation_table(comparison: Comparison) -> Table:
@@ -77,11 +79,16 @@ def solver_table(run: Run) -> Table:
             solver_text(record),
             f"{record['steps']['mean']:.2f}",
             f"{record['summary']['nll']:.4f}",
-            f"{record['summary']['perplexity']:.2f}",
+            perplexity_text(record["summary"]["perplexity"]),
         ]
         for record in records
     ]
     return Table(["solver", "mean steps", "NLL", "perplexity"], rows, [None] * 4)
+
+
+def perplexity_text(value: float | None) -> str:
+    """Two digits, or a dash where it is more than a float holds."""
+    return "-" if value is None else f"{value:.2f}"
 
 
 def html_table(table: Table) -> str:

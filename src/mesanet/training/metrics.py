@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mesanet.errors import UserError
-from mesanet.io import write_bytes_atomic
+from mesanet.io import read_json_lines, write_bytes_atomic
+from mesanet.report.shapes import METRIC
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -43,28 +43,8 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a metrics file, but for a last line that a crash has cut off."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            yield parse_record(line, path, number)
-
-
-def parse_record(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """One line of a metrics file; a UserError says which one is damaged."""
-    try:
-        record = json.loads(line)
-        if isinstance(record, dict) and isinstance(record["step"], int):
-            return record
-        problem = "it is not the record of a step"
-    except KeyError as error:
-        problem = f"it has no {error}"
-    except ValueError as error:
-        problem = str(error)
-    raise UserError(f"{path}, line {number} is damaged ({problem}); restore the file or take the line out")
+    """The records of a metrics file, but for a last line that a crash has cut off; a UserError names a damaged one."""
+    return read_json_lines(path, METRIC)
 
 
 def truncate_metrics(path: Path, step: int) -> None:

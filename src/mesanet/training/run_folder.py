@@ -15,7 +15,7 @@ from mesanet.config.base import to_dict
 from mesanet.config.training import RunConfig
 from mesanet.errors import UserError
 from mesanet.io import locked as lock_file
-from mesanet.io import read_json, write_bytes_atomic, write_json_atomic
+from mesanet.io import read_json, read_record, write_bytes_atomic, write_json_atomic
 from mesanet.training.checkpoint import CHECKPOINTS, list_checkpoints, step_of, sweep_leftovers
 from mesanet.training.metrics import METRICS_FILE
 
@@ -38,8 +38,6 @@ def claim(folder: Path, config: RunConfig, fingerprint: str, *, resume: bool) ->
     The config is the first thing in a new folder: whatever else a killed or failed run leaves behind, the next one
     can tell whose it is.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; choose another folder with --out")
     known = folder / RUN_CONFIG_FILE
     if known.exists():
         check_same(folder, config, fingerprint)
@@ -85,8 +83,9 @@ def check_same(folder: Path, config: RunConfig, fingerprint: str) -> None:
                 f"{folder} holds a run with another config: {name} is {then.get(name)!r} there and {now.get(name)!r} "
                 "here; choose another folder with --out, or the same settings"
             )
-    facts = read_json(folder / FACTS_FILE) if (folder / FACTS_FILE).exists() else {}
-    if facts.get("data", fingerprint) != fingerprint:
+    # A run that was killed as soon as it had begun has not said anything of its data.
+    facts = folder / FACTS_FILE
+    if facts.exists() and read_record(facts, {"data": str})["data"] != fingerprint:
         raise UserError(
             f"{config.data.path} no longer holds the data that {folder} was started with; restore it, or choose "
             "another folder with --out"
@@ -112,5 +111,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def locked(folder: Path) -> AbstractContextManager[None]:
     """Keep a second run out of the folder; the lock goes with the process, however that ends."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; choose another folder with --out")
     busy = f"another process is training in {folder}; wait for it, or choose another folder"
     return lock_file(folder / LOCK_FILE, busy)
