@@ -104,6 +104,34 @@ def test_mistakes(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "\n" not in error
 
 
+def test_a_folder_of_several_runs_is_refused_with_their_names(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of them would be taken, and its record put where no run looks for it."""
+    (run / "mesa" / "model").rename(run / "mesa" / "checkpoints")
+    asked = ("--data", run / "book.txt")
+    assert call("eval", run, *asked) == 2
+    error = capsys.readouterr().err
+    assert f"is no run but holds 2: name the one that is meant, of {run / 'attention'}, {run / 'mesa'}" in error
+    assert not (run / "evaluations").exists()
+    assert call("eval", run / "attention", *asked, "--relative-to", run) == 2
+    assert "is no run but holds 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["summary", "settings"])
+def test_a_record_that_lacks_something_is_refused_by_name(
+    run: Path, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("eval", run / "mesa", "--data", run / "book.txt", "--length", 200)
+    assert call(*asked) == 0
+    (path,) = (run / "mesa" / "evaluations").iterdir()
+    record = json.loads(path.read_text())
+    del record[part]
+    path.write_text(json.dumps(record))
+    assert call(*asked) == 2
+    assert f"{path.name} is damaged: it has no '{part}'" in capsys.readouterr().err
+    assert call(*asked, "--again") == 0
+    assert part in json.loads(path.read_text())
+
+
 def test_how_text_is_read_can_be_said(run: Path) -> None:
     (run / "column.jsonl").write_text('{"content": "abc"}\n{"content": "defg"}\n')
     (run / "parts.txt").write_text("abc@@defg")

@@ -140,6 +140,21 @@ def test_mistakes_are_one_sentence(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\xff\xfe", "can't decode"),
+        (b"{", "is not valid JSON"),
+        (b"[1]", "expected a table"),
+        (b'{"data": {"path": 3}, "training": {"steps": 1}}', "data.path: got 3"),
+    ],
+)
+def test_a_config_that_is_none_is_named(tmp_path: Path, content: bytes, says: str) -> None:
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(UserError, match=rf"run\.json: .*{says}"):
+        parse_run(["--config", str(tmp_path / "run.json")])
+
+
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises((UserError, FileNotFoundError), match=r"nothing\.json"):
         parse_run(["--config", str(tmp_path / "nothing.json")])

@@ -73,6 +73,14 @@ def parse_run(arguments: list[str]) -> tuple[Options, RunConfig]:
     )
 
 
+def read_run(path: Path) -> RunConfig:
+    """The run that a file describes, or a UserError that names the file and what is wrong with it."""
+    try:
+        return from_json(RunConfig, path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
 def base_config(given: Any) -> RunConfig | None:
     """The preset or the file that the other options change."""
     from mesanet.training.presets import known_mixers, pattern, run_preset
@@ -80,7 +88,7 @@ def base_config(given: Any) -> RunConfig | None:
     if given.config is not None and given.preset:
         raise UserError(f"got the preset {given.preset} and --config {given.config}; name one of the two")
     if given.config is not None:
-        base = from_json(RunConfig, given.config.read_text(encoding="utf-8"))
+        base = read_run(given.config)
         if given.mixers is not None:
             base = replace(base, model=replace(base.model, mixers=known_mixers(pattern(given.mixers))))
     elif given.preset:

@@ -57,7 +57,8 @@ class EvaluationConfig:
     and as the paper evaluates; positions then count from the start of the window. Without it each document is read by
     itself."""
     max_tokens: int | None = None
-    """Stop at this many tokens, taken from documents in a seeded order; None for all."""
+    """Stop at this many tokens, taken from documents in a seeded order, or before it where windows have to be whole or
+    are packed; None for all."""
     seed: int = 0
     """The order of documents where max_tokens is given, and that of packing."""
     piece: int = 2048
@@ -75,6 +76,8 @@ class EvaluationConfig:
             check_in_range("max_tokens", self.max_tokens, 1)
         if self.separator is not None:
             check_not_empty("separator", self.separator)
+        if self.whole and self.max_tokens is not None and self.max_tokens < self.length:
+            raise ConfigError("max_tokens", f"got {self.max_tokens}, fewer than a whole window of {self.length}")
         if self.packed and (self.whole or self.at_least):
             raise ConfigError("packed", "takes documents of every length: leave out whole and at_least")
         if self.data == Path():

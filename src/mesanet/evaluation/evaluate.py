@@ -60,7 +60,7 @@ def evaluate(
         for batch in windows:
             sums.add(batch, _windows_nll(model, batch, config, counter, count))
         steps = counter.record()
-    seconds = time.perf_counter() - started
+    seconds, found = time.perf_counter() - started, sums.record()
     return {
         "data": {"name": data.name, "fingerprint": data.fingerprint, "documents": totals.documents},
         "settings": {**to_dict(config), "data": str(config.data)},
@@ -68,8 +68,8 @@ def evaluate(
         "solver": settings,
         "steps": steps,
         "seconds": seconds,
-        "tokens_per_second": done / max(seconds, 1e-9),
-        **sums.record(),
+        "tokens_per_second": found["summary"]["tokens"] / max(seconds, 1e-9),
+        **found,
     }
 
 
@@ -116,7 +116,7 @@ def _windows_nll(
         each, cache = _piece_nll(model, tokens, targets, cache, config.precision)
         nll[:, begin:end] = each.double().cpu().numpy()
         _check_finite(nll[:, begin:end], batch, begin)
-        count(int((batch.targets[:, begin:end] >= 0).sum()))
+        count(nll[:, begin:end].size if config.packed else int((batch.targets[:, begin:end] >= 0).sum()))
         begin = end
     return nll
 

@@ -16,13 +16,14 @@ from mesanet import __version__
 from mesanet.config.base import to_dict, to_json
 from mesanet.config.evaluation import EvaluationConfig, SolverOverride
 from mesanet.data.progress import Progress
+from mesanet.errors import UserError
 from mesanet.evaluation.documents import EvaluationData, ModelTokenizer, open_data
 from mesanet.evaluation.evaluate import evaluate
-from mesanet.io import file_digest, read_json, write_json_atomic
+from mesanet.io import file_digest, read_record, write_json_atomic
 from mesanet.model.backbone import LanguageModel
+from mesanet.report.shapes import EVALUATION
 
 FOLDER = "evaluations"
-FINAL_MODEL = "model"
 FORMAT = 1
 
 
@@ -52,9 +53,9 @@ def evaluate_run(
 
     `command` is what the records say made them, by default the words of this process.
     """
-    from mesanet.model.files import find_model, load_model
+    from mesanet.model.files import load_model
 
-    folder = find_model(run / FINAL_MODEL if (run / FINAL_MODEL).is_dir() else run)
+    folder = own_model(run)
     model = load_model(folder, device=device)
     about = describe_model(model, folder, run)
 
@@ -66,7 +67,7 @@ def evaluate_run(
             key = evaluation_key(about, data, config, solver)
             path = run / FOLDER / record_name(data, config, solver, key)
             if path.exists() and not again:
-                done.append(Evaluated(path, read_json(path), fresh=False))
+                done.append(Evaluated(path, read_record(path, EVALUATION), fresh=False))
                 continue
             with Progress(path.stem, "tokens", quiet=quiet) as progress:
                 found = evaluate(model, data, config, solver, progress.update)
@@ -78,9 +79,22 @@ def evaluate_run(
 
 def current_weights(run: Path) -> str:
     """The hash of the weights of a run's newest model, as records have it."""
-    from mesanet.model.files import WEIGHTS_FILE, find_model
+    from mesanet.model.files import WEIGHTS_FILE
 
-    return file_digest(find_model(run) / WEIGHTS_FILE)
+    return file_digest(own_model(run) / WEIGHTS_FILE)
+
+
+def own_model(run: Path) -> Path:
+    """Where a run's newest model is; a folder of runs, as of a comparison, is refused with their names."""
+    from mesanet.model.files import FINISHED, find_model
+
+    parts = (FINISHED, "checkpoints")
+    if not any((run / part).is_dir() for part in parts):
+        inside = sorted({path.parent for part in parts for path in run.glob(f"**/{part}") if path.is_dir()})
+        if inside:
+            names = ", ".join(map(str, inside))
+            raise UserError(f"{run} is no run but holds {len(inside)}: name the one that is meant, of {names}")
+    return find_model(run)
 
 
 def _model_tokenizer(given: str | None, run: Path, folder: Path, vocabulary: int) -> ModelTokenizer:
@@ -130,9 +144,6 @@ def evaluation_key(
     """A hash of all that decides the result: the weights, the tokens, and the settings."""
     told_by_data = ("data", "split", "text_column", "separator")
     settings = {name: value for name, value in to_dict(config).items() if name not in told_by_data}
-    if not config.packed:
-        # Records that are older than this setting keep their key.
-        del settings["packed"]
     parts = [about["config_sha256"], about["weights_sha256"], data.fingerprint, settings, to_dict(solver)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

@@ -75,7 +75,7 @@ def plan_windows(data: EvaluationData, config: EvaluationConfig) -> Windows:
     start = (np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)) * config.length
     windows = Windows(document, start, np.minimum(sizes[document] - start, config.length))
     if config.max_tokens is not None:
-        windows = _limit(windows, config.max_tokens)
+        windows = _first_whole(windows, config.max_tokens) if config.whole else _first(windows, config.max_tokens)
     if len(windows.document) == 0:
         raise UserError(
             f"{config.data} has no document that is long enough, the longest has {sizes.max(initial=0)} tokens: "
@@ -84,7 +84,12 @@ def plan_windows(data: EvaluationData, config: EvaluationConfig) -> Windows:
     return windows
 
 
-def _limit(windows: Windows, tokens: int) -> Windows:
+def _first_whole(windows: Windows, tokens: int) -> Windows:
+    """The first windows that together have at most so many tokens."""
+    return windows.select(np.flatnonzero(np.cumsum(windows.tokens) <= tokens))
+
+
+def _first(windows: Windows, tokens: int) -> Windows:
     """The first windows that together have so many tokens; the last one is shortened."""
     before = np.cumsum(windows.tokens) - windows.tokens
     kept = windows.select(np.flatnonzero(before < tokens))
