@@ -217,6 +217,7 @@ def test_a_dropped_connection_says_how_to_go_on(
             return {}
 
     monkeypatch.setattr("mesanet.data.hub.HubSource._open", lambda self: Stream())
+    monkeypatch.setattr("mesanet.data.hub.HubSource._commit", "1" * 40)
     words = ["data", "prepare", "owner/set", "--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", 0]
     code, errors = _run(capsys, *words)
     assert (code, len(errors.strip().splitlines())) == (2, 1)

@@ -81,6 +81,16 @@ def _parquet(folder: Path, texts: list[str]) -> Path:
     return folder / "data.parquet"
 
 
+def _categories(folder: Path, texts: list[str]) -> Path:
+    """Parquet that holds each different string once, as a table of categories is written."""
+    path = _parquet(folder, texts)
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = parquet.read_table(path)
+    parquet.write_table(table.set_column(1, "text", table["text"].dictionary_encode()), path, row_group_size=37)
+    assert "dictionary" in str(parquet.read_schema(path).field("text").type)
+    return path
+
+
 def _separated(folder: Path, texts: list[str]) -> Path:
     path = folder / "data.txt"
     path.write_text("<|endoftext|>".join(text.strip("\r\n") for text in texts), encoding="utf-8", newline="")
@@ -103,7 +113,7 @@ def _hub(folder: Path, texts: list[str]) -> str:
     return f"hub:{folder}"
 
 
-@pytest.mark.parametrize("write", [_jsonl, _gz, _zst, _parquet, _separated, _files, _hub])
+@pytest.mark.parametrize("write", [_jsonl, _gz, _zst, _parquet, _categories, _separated, _files, _hub])
 def test_every_format_gives_the_same_documents(tmp_path: Path, write: Callable[[Path, list[str]], Path | str]) -> None:
     texts = [text.strip("\r\n") for text in make_texts(60)]
     (tmp_path / "source").mkdir()
@@ -144,7 +154,7 @@ def _stop_after(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
     monkeypatch.setattr("mesanet.data.pool.tokenise", stopping)
 
 
-@pytest.mark.parametrize("write", [_jsonl, _gz, _zst, _parquet, _separated, _files, _hub])
+@pytest.mark.parametrize("write", [_jsonl, _gz, _zst, _parquet, _categories, _separated, _files, _hub])
 def test_stopping_at_every_block_changes_nothing(
     tmp_path: Path, write: Callable[[Path, list[str]], Path | str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,11 +88,12 @@ def evaluation(plan: dict[str, Any], name: str) -> EvaluationConfig | None:
 def _evaluations(config: CompareConfig, run: RunConfig, dataset: Dataset) -> dict[str, Any]:
     length = run.data.sequence_length
     base = EvaluationConfig(data=run.data.path, length=length, piece=max(2048, length))
-    longest = _longest(config, length, dataset)
-    extrapolation = replace(base, length=longest, at_least=longest, whole=True, max_tokens=config.longest_tokens)
+    longest, extrapolation = _longest(config, length, dataset), None
+    if longest > length:
+        extrapolation = replace(base, length=longest, at_least=longest, whole=True, max_tokens=config.longest_tokens)
     return {
         "position": to_dict(replace(base, max_tokens=config.tokens)),
-        "extrapolation": to_dict(extrapolation) if longest > length else None,
+        "extrapolation": None if extrapolation is None else to_dict(extrapolation),
         "solver": to_dict(replace(base, max_tokens=config.solver_tokens)),
     }
 

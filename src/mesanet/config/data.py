@@ -41,7 +41,7 @@ class PrepareConfig:
     hub_split: str = "train"
     """Split of the data set of the hub."""
     hub_revision: str | None = None
-    """Commit or branch of the data set of the hub."""
+    """Commit or branch of the data set of the hub; the commit that it stands for is what is read and put on record."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -76,7 +76,7 @@ class TokenizerConfig:
     hub_split: str = "train"
     """Split of the data set of the hub."""
     hub_revision: str | None = None
-    """Commit or branch of the data set of the hub."""
+    """Commit or branch of the data set of the hub; the commit that it stands for is what is read and put on record."""
     megabytes: float = 200.0
     """How much text to read at most, taken from the start of the sources: training holds its word counts in memory."""
 

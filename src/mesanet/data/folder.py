@@ -162,7 +162,9 @@ class Folder:
             return
         found = there["tokenizer"]["name"] if different == ["tokenizer"] else None
         what = f"the tokenizer {found}" if found else "other " + " and ".join(different).replace("_", " ")
-        raise UserError(f"{self.path} holds another preparation, with {what}; choose a new folder with --out")
+        raise UserError(
+            f"{self.path} holds another preparation, with {what}; choose a new folder with --out{_version(there, plan)}"
+        )
 
     def _remove_unfinished(self) -> None:
         """Remove every file of ours that no record names."""
@@ -187,6 +189,14 @@ class Folder:
     def _remove(self, *names: str) -> None:
         for name in names:
             (self.path / name).unlink(missing_ok=True)
+
+
+def _version(there: dict[str, Any], plan: dict[str, Any]) -> str:
+    """How to go on with what a data set of the hub was, where it has changed since."""
+    for old, new in zip(there["sources"], plan["sources"], strict=False):
+        if "hub" in new and old == {**new, "revision": old.get("revision")} and old != new:
+            return f", or go on with the version that it was begun with: --hub-revision {old['revision']}"
+    return ""
 
 
 def _differences(there: dict[str, Any], plan: dict[str, Any]) -> list[str]:

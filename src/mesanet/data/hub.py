@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from mesanet.data.documents import MEBIBYTE, Block, name_columns, texts_block
@@ -24,8 +26,21 @@ class HubSource:
         self._config, self._split, self._revision = config, split, revision
 
     def identity(self) -> dict[str, Any]:
-        """Say what the source is: everything that names it."""
-        return {"hub": self.name, "config": self._config, "split": self._split, "revision": self._revision}
+        """Say what the source is: everything that names it, and the very version, of which a branch has many."""
+        return {"hub": self.name, "config": self._config, "split": self._split, "revision": self._commit}
+
+    @cached_property
+    def _commit(self) -> str | None:
+        """The commit that the revision is now; None for a folder, which has none."""
+        if Path(self.name).is_dir():
+            return self._revision
+        hub = import_optional("huggingface_hub", "data")
+        try:
+            found: str | None = hub.HfApi().dataset_info(self.name, revision=self._revision).sha
+        except Exception as error:
+            # As below: of a missing data set, a dropped connection and being offline each library says it in its way.
+            raise self._unreadable(error) from error
+        return found
 
     def blocks(self, start: Any) -> Iterator[Block]:
         """Give the documents in the data set's order. A position is [documents before, the library's own state]."""
@@ -52,11 +67,14 @@ class HubSource:
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         try:
             return datasets.load_dataset(
-                self.name, self._config, split=self._split, revision=self._revision, streaming=True
+                self.name, self._config, split=self._split, revision=self._commit, streaming=True
             )
         except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-            offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-            raise UserError(f"the data set {self.name!r} can't be read{offline}: {_reason(error)}") from error
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> UserError:
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        return UserError(f"the data set {self.name!r} can't be read{offline}: {_reason(error)}")
 
     def _rows(self, stream: Any) -> Iterator[Mapping[str, Any]]:
         """Give the rows, and tell a connection that drops on the way in one sentence."""

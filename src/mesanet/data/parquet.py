@@ -50,14 +50,17 @@ def _check_column(schema: Any, column: str, origin: str, pyarrow: Any) -> None:
         columns = name_columns(schema.names)
         raise UserError(f"{origin}: no column {column!r}, only {columns}; choose one with --text-column")
     kind = schema.field(column).type
+    if pyarrow.types.is_dictionary(kind):
+        # Each different string is stored once, as tables of categories are.
+        kind = kind.value_type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         raise UserError(f"{origin}: the column {column!r} must hold strings, got {kind}")
 
 
 def _block(column: Any, origin: str, position: Any, first: int, progress: int, pyarrow: Any) -> Block:
     """Lay the strings of a column end to end, straight from Arrow's own buffers; a null is an empty text."""
-    column = column.fill_null("") if column.null_count else column
     column = column.cast(pyarrow.large_string())
+    column = column.fill_null("") if column.null_count else column
     _, offsets_buffer, data = column.buffers()
     offsets = np.frombuffer(offsets_buffer, dtype=np.int64)[column.offset : column.offset + len(column) + 1]
     payload = bytes(memoryview(data)[offsets[0] : offsets[-1]]) if data is not None else b""
