@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from mesanet.training.progress import Progress, duration
+from mesanet.data.progress import duration
+from mesanet.training.progress import Progress
 
 
 def test_without_a_terminal_there_are_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
