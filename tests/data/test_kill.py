@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,6 +58,13 @@ def _check_whole(out: Path) -> None:
             assert hashlib.sha256((out / shard["file"]).read_bytes()).hexdigest() == shard["sha256"]
 
 
+def _check_same(whole: Path, out: Path) -> None:
+    """The same files to the last byte, but for the note that a finished folder has been looked at again."""
+    found = contents(out)
+    found.pop("verified.json", None)
+    assert found == contents(whole)
+
+
 def _kill_at(process: subprocess.Popen[bytes], out: Path, groups: int, delay: float) -> None:
     """Kill once that many more groups are finished, and a moment later; its workers have to end by themselves."""
     wanted = _finished(out) + groups
@@ -80,15 +88,23 @@ def test_kills_change_nothing(tmp_path: Path, kills: int) -> None:
     subprocess.run(_command(source, tmp_path / "whole", 4000), check=True, capture_output=True)
     groups = sum(1 for path in (tmp_path / "whole").glob("train-*.tokens"))
     out = tmp_path / "killed"
-    done = 0
-    while not (out / "index.json").exists() and done < kills:
+    done = missed = 0
+    while done < kills:
         process = subprocess.Popen(_command(source, out, 4000), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         _kill_at(process, out, moments.randint(0, max(2 * groups // kills, 1)), moments.uniform(0, 0.02))
         process.communicate()
         _check_whole(out)
-        done += 1
+        if process.returncode == -signal.SIGKILL:
+            done += 1
+        else:
+            # It was done before its moment came, which is no kill: the next one begins anew.
+            assert process.returncode == 0
+            _check_same(tmp_path / "whole", out)
+            shutil.rmtree(out)
+            missed += 1
+            assert missed < 3 * kills, "the moments are too late for this preparation"
     subprocess.run(_command(source, out, 4000), check=True, capture_output=True)
-    assert contents(tmp_path / "whole") == contents(out)
+    _check_same(tmp_path / "whole", out)
 
 
 def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:

@@ -186,7 +186,12 @@ def test_the_same_command_again_changes_nothing(tmp_path: Path, prepared: Path, 
     shutil.copytree(prepared, tmp_path / "out")
     before = contents(tmp_path / "out")
     prepare(config(source, out=tmp_path / "out", shard_tokens=5000), quiet=True)
-    assert contents(tmp_path / "out") == before
+    after = contents(tmp_path / "out")
+    # It may note which files it has looked at.
+    assert after.keys() - before.keys() <= {"verified.json"}
+    assert {name: after[name] for name in before if name != "verified.json"} == {
+        name: before[name] for name in before if name != "verified.json"
+    }
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])

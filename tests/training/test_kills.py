@@ -54,8 +54,7 @@ def check_every_change(config: RunConfig, folder: Path, below: str, most: int) -
         assert process.exitcode == -signal.SIGKILL
         check_whole(run)
         train_quietly(config, run)
-        assert_same_weights(run / "model", folder / "finished" / "model")
-        assert metrics(run) == metrics(folder / "finished")
+        check_finished(run, folder / "finished")
         assert sorted(path.name for path in run.iterdir()) == sorted(
             path.name for path in (folder / "finished").iterdir()
         ), "nothing is left of the run that was killed"
@@ -94,7 +93,8 @@ def kill_and_resume(
     """Kill a run so many times, each time at a moment drawn from its first `longest` seconds, start-up included.
 
     The first `preparing` kills have to fall into the preparation of the data. A run that is done, or prepared, before
-    its moment has come does not count: the next one begins anew. Returns the last run and all moments that counted.
+    its moment has come does not count: the next one begins anew. One that is done has to be as `folder / "finished"`.
+    Returns the last run and all moments that counted.
     """
     draw = random.Random(kills)
     run, moments, missed = folder / "0", list[float](), 0
@@ -107,6 +107,8 @@ def kill_and_resume(
         process.join()
         check_whole(run)
         if process.exitcode == 0 or (prepares and is_prepared(config)):
+            if process.exitcode == 0:
+                check_finished(run, folder / "finished")
             missed += 1
             assert missed < 3 * kills, "the moments are too late for this run"
             run = folder / str(missed)
@@ -116,6 +118,12 @@ def kill_and_resume(
             assert process.exitcode == -signal.SIGKILL, "it was alive"
             moments.append(moment)
     return run, moments
+
+
+def check_finished(run: Path, reference: Path) -> None:
+    """As if nothing had happened."""
+    assert_same_weights(run / "model", reference / "model")
+    assert metrics(run) == metrics(reference)
 
 
 def is_prepared(config: RunConfig) -> bool:
@@ -140,8 +148,7 @@ def test_a_run_that_is_killed_at_random_moments_ends_as_if_nothing_had_happened(
     took = run_to_the_end(config, tmp_path / "finished")
     run, _ = kill_and_resume(config, tmp_path, kills=4, longest=took)
     train_quietly(config, run)
-    assert_same_weights(run / "model", tmp_path / "finished" / "model")
-    assert metrics(run) == metrics(tmp_path / "finished")
+    check_finished(run, tmp_path / "finished")
 
 
 @pytest.mark.slow
@@ -165,5 +172,4 @@ def test_twenty_kills_from_the_preparation_of_the_data_on_change_nothing(tmp_pat
     run, moments = kill_and_resume(config, tmp_path, kills=20, longest=took / 3, preparing=8)
     assert len(moments) == 20
     train_quietly(config, run)
-    assert_same_weights(run / "model", tmp_path / "finished" / "model")
-    assert metrics(run) == metrics(tmp_path / "finished")
+    check_finished(run, tmp_path / "finished")
