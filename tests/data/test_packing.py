@@ -131,7 +131,7 @@ class Numbered:
 
 @pytest.mark.parametrize("length", [5, 40])
 def test_only_ends_of_documents_are_dropped_and_not_always_the_same(length: int) -> None:
-    """One at the end of each sequence at most; what is cut off in one epoch comes in another, as the order is another."""
+    """One at the end of each sequence at most; what one epoch cuts off comes in another, as the order is another."""
     documents = Numbered(np.random.default_rng(0).integers(1, 41, 600).tolist())
     packed = PackedSequences(documents, -1, length, 0)
     count, always = int(documents.ends[-1]), set(range(int(documents.ends[-1])))
