@@ -73,6 +73,14 @@ def test_checksums_are_asked_for_once_and_on_request(copy: Path, monkeypatch: py
     assert sorted(read) == everything
 
 
+@pytest.mark.parametrize("note", [b"[1]", b"{", b"\xff"])
+def test_a_note_of_what_was_checked_that_is_damaged_says_nothing(copy: Path, note: bytes) -> None:
+    (copy / "verified.json").write_bytes(note)
+    _flip(copy / "train-00000.tokens", 17)
+    with pytest.raises(DamagedShardError, match="checksum is wrong"):
+        open_dataset(copy)
+
+
 def test_data_that_cannot_be_written_to_can_be_read(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (copy / "verified.json").unlink(missing_ok=True)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mesanet.data.layout import FORMAT, INDEX, PLAN, SPLITS, VERIFIED
 from mesanet.errors import UserError
-from mesanet.io import Shape, check_shape, file_digest, read_json, write_json_atomic
+from mesanet.io import Shape, check_shape, file_digest, read_json, read_record, write_json_atomic
 
 REMEDY = "prepare the data again: the same command makes a damaged folder anew"
 
@@ -72,8 +72,9 @@ def check_contents(folder: Path, index: dict[str, Any], *, everything: bool) -> 
     """Refuse a file with another checksum, and note which files, as they are now, need no second check."""
     known: dict[str, Any] = {}
     if not everything and (folder / VERIFIED).exists():
+        # A note that can't be read says nothing.
         with contextlib.suppress(ValueError):
-            known = read_json(folder / VERIFIED)
+            known = read_record(folder / VERIFIED, {})
     checked = {}
     for entry in entries(index):
         path = folder / entry["file"]
