@@ -116,11 +116,12 @@ def run_loader_benchmark(options: LoaderBenchmark, command: Sequence[str]) -> di
 def measure(options: LoaderBenchmark, run: RunConfig, dataset: Dataset, processes: Processes) -> dict[str, Any]:
     """Seconds of a step in each turn, of both kinds, and of making a batch with nothing beside it."""
     batches = SameAgain(make_batches(dataset, run.data), options.steps)
-    held = list(Loader(batches, last_step=options.steps, prefetch=0))
+    pin = processes.device.type == "cuda"
+    held = list(Loader(batches, last_step=options.steps, prefetch=0, pin_memory=pin))
     waited = 0.0
     with (
         tempfile.TemporaryDirectory() as scratch,
-        Loader(batches, prefetch=run.data.prefetch, pin_memory=processes.device.type == "cuda") as loader,
+        Loader(batches, prefetch=run.data.prefetch, pin_memory=pin) as loader,
     ):
         trainer = Trainer(with_still_weights(run), Path(scratch), dataset, processes)
 
