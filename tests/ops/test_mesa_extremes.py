@@ -41,7 +41,7 @@ EXTREMES = {
 
 def _check(inputs: Inputs) -> None:
     """Output, state and all gradients are finite, of the right dtype and shape."""
-    inputs = inputs.with_grad()
+    inputs = Inputs(*(tensor.detach().requires_grad_() for tensor in inputs))
     got = mesa(*inputs[:6], inputs.state)
     assert got.output.dtype == inputs.v.dtype
     assert got.state.kk.dtype == torch.float32
@@ -70,6 +70,25 @@ def test_extremes_stay_finite_in_decoding(name: str) -> None:
     assert got.state.kk.shape == inputs.kk.shape
     for tensor in (got.output, *got.state):
         assert bool(tensor.isfinite().all())
+
+
+@pytest.mark.parametrize("time", [1, 150])
+def test_where_numbers_lie_in_memory_does_not_matter(time: int) -> None:
+    """Heads before time, as attention wants them, every second number, and one row expanded: the same to the bit."""
+    inputs = make_inputs(2, time, 2, 16, 12).to(torch.float32)
+    inputs = inputs._replace(k=inputs.k[:1].expand(2, -1, -1, -1), write=inputs.write[:, :, :1].expand(-1, -1, 2))
+    elsewhere = EXTREMES["not contiguous"](inputs)
+    heads_first = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs.sequences]
+    results = []
+    for variant in (Inputs(*(t.contiguous() for t in inputs)), inputs, elsewhere, Inputs(*heads_first, *inputs[5:])):
+        variant = Inputs(*(tensor.detach().requires_grad_() for tensor in variant))
+        results.append((variant, mesa(*variant[:6], variant.state)))
+    assert not any(tensor.is_contiguous() for tensor in results[2][0][:6])
+    first = gradients(results[0][0], results[0][1].output, results[0][1].state, torch.ones_like(inputs.v))
+    for variant, got in results[1:]:
+        assert torch.equal(got.output, results[0][1].output)
+        found = gradients(variant, got.output, got.state, torch.ones_like(inputs.v))
+        assert all(torch.equal(one, other) for one, other in zip(found, first, strict=True))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e2, 1e3, 1e4])

@@ -122,6 +122,10 @@ def _by_backend(value: str) -> None:
     torch.backends.cuda.matmul.fp32_precision = value
 
 
+def _old_switch(value: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = value
+
+
 SWITCHES: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
     "high": (
         lambda: torch.set_float32_matmul_precision("high"),
@@ -131,6 +135,7 @@ SWITCHES: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
         lambda: torch.set_float32_matmul_precision("medium"),
         lambda: torch.set_float32_matmul_precision("highest"),
     ),
+    "allow_tf32": (lambda: _old_switch(True), lambda: _old_switch(False)),
     "by backend": (lambda: _by_backend("tf32"), lambda: _by_backend("none")),
 }
 

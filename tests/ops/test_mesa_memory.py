@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
+import torch
+from tests.ops.mesa_cases import make_inputs
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mesanet.ops.mesa import mesa
 
 MEASURE = """
 import resource, sys
@@ -38,3 +46,34 @@ def test_peak_memory(time: int, mebibytes: int) -> None:
         pytest.skip("the peak memory of a process is read in Linux's units")
     process = subprocess.run([sys.executable, "-c", MEASURE, str(time)], capture_output=True, text=True, check=True)
     assert int(process.stdout) / 1024 < mebibytes
+
+
+def test_nothing_outlives_the_backward_pass() -> None:
+    """What is kept for it autograd holds: it is freed by the backward pass, with the loss still there."""
+    inputs = make_inputs(1, 256, 2, 32, 16, gamma=(0.99, 1.0)).with_grad()
+    saved: list[weakref.ref[Tensor]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(weakref.ref(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = mesa(*inputs[:6]).output
+    shapes = [reference().shape for reference in saved]
+    assert shapes.count((4, 32, 32)) == 2, "the inverses of four chunks, of each of two heads, are among it"
+    torch.autograd.grad(output.sum(), inputs[:6])
+    gc.collect()
+    own = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    alive = [reference() for reference in saved]
+    assert all(tensor is None or tensor.untyped_storage().data_ptr() in own for tensor in alive)
+
+
+def test_a_checkpoint_computes_all_of_it_again() -> None:
+    inputs = make_inputs(1, 256, 2, 32, 16, gamma=(0.2, 1.0)).with_grad()
+
+    def run(*tensors: Tensor) -> Tensor:
+        return mesa(*tensors).output
+
+    expected = torch.autograd.grad(run(*inputs[:6]).sum(), inputs[:6])
+    found = torch.autograd.grad(checkpoint(run, *inputs[:6], use_reentrant=False).sum(), inputs[:6])
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -90,6 +90,27 @@ def test_stiff_heads_converge(gamma: float) -> None:
     assert float((plain == 30).float().mean()) > 0.5
 
 
+def test_stiff_heads_cost_less_than_thirty_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A use of the preconditioner is less work than a product with the systems; its making is timed in `results`."""
+    inputs = mixed_heads(batch=1, time=1024, heads=4, key_size=128, value_size=8, correlated=True)
+    stiff = [tensor[:, :, :2] for tensor in inputs[:5]]
+    rows = Rows(monkeypatch)
+    preconditioned, _ = rows.of(stiff, inputs.ridge[:2], ConjugateGradient())
+    plain, _ = rows.of(stiff, inputs.ridge[:2], ConjugateGradient(tolerance=0, preconditioner=None))
+    assert 2 * preconditioned < plain / 3
+
+
+@pytest.mark.parametrize("max_steps", [0, 3, 60])
+def test_without_a_tolerance_all_the_steps_are_taken(max_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However early rounding ends what they can do: one product for the start, and one for each step."""
+    inputs = make_inputs(1, 100, 1, 8, 4)
+    tokens = [tensor.float() for tensor in inputs.sequences]
+    solver = ConjugateGradient(max_steps=max_steps, tolerance=0)
+    products, steps = Rows(monkeypatch).of(tokens, inputs.ridge.float(), solver)
+    assert products == (max_steps + 1) * 2 * CHUNK
+    assert bool((steps == max_steps).all())
+
+
 def test_easy_heads_stop_early() -> None:
     inputs = mixed_heads(batch=1, time=2048, heads=4, key_size=128, value_size=8)
     # The last quarter of the heads has its gates uniform in 0.5..1.

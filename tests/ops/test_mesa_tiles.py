@@ -60,9 +60,38 @@ def test_every_problem_is_in_one_tile_that_is_not_too_large(fitting: int) -> Non
 
 
 def test_heads_that_forget_alike_share_a_tile() -> None:
-    kept = torch.tensor([0.0, -9.0, -0.1, -8.0, -0.2, -7.0]).view(1, 6, 1).expand(4, 6, 2)
-    groups = plan_tiles(kept, 24, precondition=True)
+    kept = torch.tensor([0.0, -9.0, -0.1, -8.0, -0.2, -7.0, -0.3, -6.0]).view(1, 8, 1).expand(4, 8, 2)
+    groups = plan_tiles(kept, 32, precondition=True)
     for group in groups:
+        assert len(group[0].heads) == 2
         assert len({head % 2 for head in group[0].heads}) == 1
         slow = group[0].slow
         assert slow is None if group[0].heads[0] % 2 else slow is not None and bool(slow.all())
+
+
+@pytest.mark.parametrize("kind", ["rows", "packed", "signed"])
+def test_tiles_of_several_heads_are_the_reference(kind: str) -> None:
+    """Twelve heads in an order that has nothing to do with how much they forget; slow and fast ones share tiles."""
+    options, sequences, batch, ridge = {}, None, 2, (0.25, 1.0)
+    if kind == "packed":
+        options["cu_seqlens"], sequences, batch = torch.tensor([0, 70, 70, 135, 200]), 4, 1
+    if kind == "signed":
+        options["sign"], ridge = torch.where(torch.rand(2, 200, 12) < 0.5, -1.0, 1.0).double(), (50.0, 60.0)
+    inputs = make_inputs(batch, 200, 12, 5, 3, sequences=sequences, ridge=ridge)
+    rates = torch.linspace(-0.2, 0.0, 12, dtype=torch.float64)[torch.randperm(12)]
+    inputs = inputs._replace(log_decay=rates.expand(batch, 200, 12)).with_grad()
+    kept = 50 * rates.view(1, 12, 1).expand(4, 12, batch)
+    tiles = [tile for group in plan_tiles(kept, 1000, precondition=True) for tile in group]
+    assert max(len(tile.heads) for tile in tiles) > 1
+    assert any(tile.heads != tuple(range(tile.heads[0], tile.heads[-1] + 1)) for tile in tiles)
+    assert any(tile.slow is not None and 0 < int(tile.slow.sum()) < len(tile.slow) for tile in tiles)
+    got = mesa(*inputs[:6], inputs.state, solver=EXACT, **options)
+    expected, after = reference.mesa(*inputs[:6], inputs.state, **options)
+    torch.testing.assert_close(got.output, expected, **CLOSE)
+    torch.testing.assert_close(got.state.kk, after.kk, **CLOSE)
+    torch.testing.assert_close(got.state.kv, after.kv, **CLOSE)
+    grad_output = torch.randn_like(expected)
+    ours = gradients(inputs, got.output, got.state, grad_output)
+    theirs = gradients(inputs, expected, after, grad_output)
+    for one, another in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, another, **CLOSE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from mesanet.ops.solver import ConjugateGradient
 from mesanet.ops.state import MesaState
 
+FLOAT32 = torch.finfo(torch.float32)
 BACKENDS = ("auto", "chunked", "reference")
 
 
@@ -26,7 +26,9 @@ class Range(NamedTuple):
 RANGES = {
     "log_decay": Range(lambda least, largest: largest <= 0, "at most 0, the logarithm of a gate in [0, 1]"),
     "write": Range(lambda least, largest: 0 <= least <= largest <= 1, "numbers in [0, 1]"),
-    "ridge": Range(lambda least, largest: 0 < least <= largest < math.inf, "positive finite numbers"),
+    "ridge": Range(
+        lambda least, largest: FLOAT32.tiny <= least <= largest <= FLOAT32.max, "positive finite numbers in float32"
+    ),
     "sign": Range(lambda least, largest: least == largest == 1, "+1 or -1 everywhere"),
 }
 """The ranges of the arguments of `mesa`; for the sign, of its absolute value."""

@@ -64,7 +64,7 @@ def mesa(
     number of its system exceeds about tolerance / 1e-7, rounding alone leaves more (docs/maths.md, "Numbers").
 
     Gradients are first derivatives by `torch.autograd`; `backend="reference"`, one token at a time and solved
-    directly, has them of any order and under `torch.func`.
+    directly, has them of any order and under `torch.func.grad`.
     """
     sizes = check_mesa(q, k, v, log_decay, write, ridge, state, solver, cu_seqlens, backend, sign)
     with own_precision(q.device):
@@ -92,7 +92,7 @@ def mesa(
         # Only the symmetric part of kk has a meaning; taking it here makes its gradient symmetric too.
         symmetric_kk = 0.5 * (state.kk + state.kk.mT)
         output, kk, kv, steps = ChunkedMesa.apply(  # type: ignore[no-untyped-call]
-            q, k, v, log_decay, write, ridge, symmetric_kk, state.kv, sign, solver, layout
+            q, k, v, log_decay, write, ridge, symmetric_kk, state.kv, sign, solver, layout, wants_gradient
         )
         return MesaOutput(output, MesaState(kk, kv), steps)
 

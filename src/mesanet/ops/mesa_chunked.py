@@ -17,7 +17,7 @@ from mesanet.ops.mesa_gradient import MesaGradients
 from mesanet.ops.mesa_problems import MesaChunks, Problems, chunks_first
 from mesanet.ops.mesa_tiles import plan_tiles, problems_at_once
 from mesanet.ops.precision import own_precision
-from mesanet.ops.ridge_system import RidgeSystems
+from mesanet.ops.ridge_system import Preconditioner, RidgeSystems
 from mesanet.ops.solver import ConjugateGradient, solve
 from mesanet.ops.state import MesaState
 from mesanet.ops.workspace import Workspace
@@ -40,6 +40,7 @@ class ChunkedMesa(torch.autograd.Function):
         sign: Tensor | None,
         solver: ConjugateGradient,
         layout: ChunkLayout,
+        wants_gradient: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the output [B, T, H, V], the states after the last token, and the steps [B, T, H]."""
         chunks = MesaChunks.cut(k, v, log_decay, write, ridge, sign, MesaState(kk, kv), layout)
@@ -53,13 +54,12 @@ class ChunkedMesa(torch.autograd.Function):
         groups = plan_tiles(
             chunks.log_decay.sum(dim=-1), problems_at_once(layout, k.shape[-1], v.shape[-1], kk), precondition
         )
-        keep = any(ctx.needs_input_grad) and len(groups) > 0
-        last = groups[-1][-1] if keep else None
+        last = groups[-1][-1] if wants_gradient and groups else None
         solved = None if last is None else kk.new_empty(last.problems.stop, layout.chunk, k.shape[-1])
         starts_kk, starts_kv = (
             None if last is None else state.new_empty(last.starts.stop, *state.shape[2:]) for state in (kk, kv)
         )
-        preconditioners = []
+        preconditioners: list[Tensor] = []
         for group in groups:
             carried: MesaState | None = None
             for tile in group:
@@ -74,10 +74,13 @@ class ChunkedMesa(torch.autograd.Function):
                 tile.scatter(output, _read(problems, systems, solution.value))
                 if solved is not None:
                     solved[tile.problems] = solution.value
-                    preconditioners.append(systems.preconditioner)
+                    if tile.slow is not None and systems.preconditioner is not None:
+                        preconditioners += systems.preconditioner.pack(tile.slow)
 
-        ctx.save_for_backward(k, v, log_decay, write, ridge, sign, kk, kv, solved, starts_kk, starts_kv)
-        ctx.layout, ctx.solver, ctx.groups, ctx.preconditioners = layout, solver, groups, preconditioners
+        ctx.save_for_backward(
+            k, v, log_decay, write, ridge, sign, kk, kv, solved, starts_kk, starts_kv, *preconditioners
+        )
+        ctx.layout, ctx.solver, ctx.groups = layout, solver, groups
         ctx.dtypes = [tensor.dtype for tensor in (q, k, v, log_decay, write, ridge, kk, kv)]
         merged_steps = layout.merge(steps.movedim(2, 0).movedim(1, 2), torch.int32)
         ctx.mark_non_differentiable(merged_steps)
@@ -90,12 +93,13 @@ class ChunkedMesa(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         """Gradients for the eight tensors of `forward`."""
         with own_precision(grad_output.device):
-            k, v, log_decay, write, ridge, sign, kk, kv, solved, starts_kk, starts_kv = ctx.saved_tensors
+            k, v, log_decay, write, ridge, sign, kk, kv, solved, starts_kk, starts_kv, *preconditioners = (
+                ctx.saved_tensors
+            )
             layout: ChunkLayout = ctx.layout
             chunks = MesaChunks.cut(k, v, log_decay, write, ridge, sign, MesaState(kk, kv), layout)
             workspace = Workspace(kk.dtype, kk.device)
             grads = MesaGradients.begin(chunks, layout, ctx.solver, grad_output, MesaState(grad_kk, grad_kv), workspace)
-            remaining = list(ctx.preconditioners)
             for group in reversed(ctx.groups):
                 carried: MesaState | None = None
                 for tile in reversed(group):
@@ -103,9 +107,13 @@ class ChunkedMesa(torch.autograd.Function):
                     if tile is not group[0]:
                         start = MesaState(starts_kk[tile.starts], starts_kv[tile.starts])
                     problems = chunks.load(tile, start, workspace, None)
-                    systems = problems.systems(remaining.pop())
+                    preconditioner = None
+                    if tile.slow is not None:
+                        updates, inverse = preconditioners.pop(), preconditioners.pop()
+                        preconditioner = Preconditioner.unpack(inverse, updates, tile.slow)
+                    systems = problems.systems(preconditioner)
                     carried = grads.add(tile, problems, systems, solved[tile.problems], carried)
-            return (*grads.merged(ctx.dtypes), None, None, None)
+            return (*grads.merged(ctx.dtypes), None, None, None, None)
 
 
 def _read(problems: Problems, systems: RidgeSystems, solved: Tensor) -> Tensor:

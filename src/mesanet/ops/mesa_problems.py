@@ -46,7 +46,7 @@ class Problems:
         """One for the problems that are `wanted` [n], or None if none is."""
         if wanted is None:
             return None
-        return Preconditioner(
+        return Preconditioner.of_chunks(
             self.states.kk, self.keys, self.keys_transposed, self.decay.from_start, self.write, self.ridge, wanted
         )
 

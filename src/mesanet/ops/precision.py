@@ -61,25 +61,38 @@ def _switch_off() -> Callable[[], None] | None:
         return _switch_off_by_backend()
     if before == "highest":
         return None
+    by_backend = [(switch, str(switch.fp32_precision)) for switch in _switches()]
     torch.set_float32_matmul_precision("highest")
-    return lambda: torch.set_float32_matmul_precision(before)
+
+    def restore() -> None:
+        torch.set_float32_matmul_precision(before)
+        # Older switches, such as allow_tf32, set fewer backends than that did.
+        _set_back(by_backend)
+
+    return restore
 
 
 def _switch_off_by_backend() -> Callable[[], None]:
-    cpu: Any = torch.backends.mkldnn
-    switches = [(switch, str(switch.fp32_precision)) for switch in (torch.backends.cuda.matmul, cpu.matmul)]
-    changed = [(switch, before) for switch, before in switches if before not in ("ieee", "none")]
+    by_backend = [(switch, str(switch.fp32_precision)) for switch in _switches()]
+    changed = [(switch, before) for switch, before in by_backend if before not in ("ieee", "none")]
     for switch, _ in changed:
         switch.fp32_precision = "ieee"
+    return lambda: _set_back(changed)
 
-    def restore() -> None:
-        for switch, before in changed:
+
+def _switches() -> list[Any]:
+    """What holds the settings of single backends, where there are such."""
+    switches: list[Any] = [torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)]
+    return [switch for switch in switches if hasattr(switch, "fp32_precision")]
+
+
+def _set_back(settings: list[tuple[Any, str]]) -> None:
+    for switch, before in settings:
+        if switch.fp32_precision != before:
             # A setting that was inherited from the one for all backends has to go on being so.
             switch.fp32_precision = "none"
-            if switch.fp32_precision != before:
-                switch.fp32_precision = before
-
-    return restore
+        if switch.fp32_precision != before:
+            switch.fp32_precision = before
 
 
 _PRODUCTS = _FullProducts()

@@ -32,8 +32,14 @@ class Preconditioner:
     are. See docs/maths.md, "The preconditioner".
     """
 
-    def __init__(
-        self,
+    def __init__(self, inverse: Tensor, updates: Tensor) -> None:
+        """inverse [n, K, K] is M_0, and updates [n, C, K] the rows u_s; an identity and zeros leave vectors alone."""
+        self.inverse, self.updates = inverse, updates
+        self.updates_transposed = updates.mT.contiguous()
+        """[n, K, C] the same; a product with a matrix that lies transposed in memory takes twice as long."""
+
+    @staticmethod
+    def of_chunks(
         kk: Tensor,
         keys: Tensor,
         keys_transposed: Tensor,
@@ -41,7 +47,7 @@ class Preconditioner:
         write: Tensor,
         ridge: Tensor,
         wanted: Tensor,
-    ) -> None:
+    ) -> Preconditioner:
         """kk [n, K, K] is the state at the start; keys [n, C, K], and transposed; from_start and write [n, C].
 
         ridge [n, 1, K]; the map is the identity for problems that are not `wanted` [n].
@@ -60,21 +66,32 @@ class Preconditioner:
         gram = torch.bmm(keys_inverse, keys_transposed * scale.unsqueeze(1))
         gram.diagonal(dim1=1, dim2=2).add_(1.0)
         factor, _ = torch.linalg.cholesky_ex(gram)
-        updates = torch.linalg.solve_triangular(factor, keys_inverse, upper=False)
-        self.inverse = inverse
-        """[n, K, K] M_0"""
-        self.updates = updates.contiguous()
-        """[n, C, K] the rows u_s"""
-        self.updates_transposed = updates.mT.contiguous()
-        """[n, K, C] the same; a product with a matrix that lies transposed in memory takes twice as long."""
-        if not every:
-            self.disable(~wanted)
+        updates = torch.linalg.solve_triangular(factor, keys_inverse, upper=False).contiguous()
+        whole = Preconditioner(inverse, updates)
+        return whole if every else whole.without(~wanted)
 
-    def disable(self, problems: Tensor) -> None:
-        """Turn the map into the identity for the marked problems [n]."""
-        self.inverse[problems] = torch.eye(self.inverse.shape[-1], dtype=self.inverse.dtype, device=self.inverse.device)
-        self.updates[problems] = 0.0
-        self.updates_transposed[problems] = 0.0
+    def without(self, problems: Tensor) -> Preconditioner:
+        """The same map, but the identity for the marked problems [n]."""
+        marked = problems.view(-1, 1, 1)
+        identity = torch.eye(self.inverse.shape[-1], dtype=self.inverse.dtype, device=self.inverse.device)
+        return Preconditioner(torch.where(marked, identity, self.inverse), torch.where(marked, 0.0, self.updates))
+
+    def pack(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """What is worth keeping: inverse and updates of the `wanted` problems."""
+        if bool(wanted.all()):
+            return self.inverse, self.updates
+        return self.inverse[wanted], self.updates[wanted]
+
+    @staticmethod
+    def unpack(inverse: Tensor, updates: Tensor, wanted: Tensor) -> Preconditioner:
+        """What `pack` has packed."""
+        if inverse.shape[0] < wanted.shape[0]:
+            identity = torch.eye(inverse.shape[-1], dtype=inverse.dtype, device=inverse.device)
+            whole_inverse = identity.repeat(wanted.shape[0], 1, 1)
+            whole_updates = updates.new_zeros(wanted.shape[0], *updates.shape[1:])
+            whole_inverse[wanted], whole_updates[wanted] = inverse, updates
+            inverse, updates = whole_inverse, whole_updates
+        return Preconditioner(inverse, updates)
 
 
 class RidgeSystems:
@@ -132,7 +149,7 @@ class RidgeSystems:
         # A query that is no number says nothing about the inverse.
         sound = (missed.le(2 * length) | ~length.isfinite()).all(dim=-1)
         if not bool(sound.all()):
-            self.preconditioner.disable(~sound)
+            self.preconditioner = self.preconditioner.without(~sound)
             good = x[sound]
             x = self._plain_start(rhs)
             x[sound] = good

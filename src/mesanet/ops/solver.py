@@ -63,9 +63,10 @@ def conjugate_gradient(
 ) -> Solution:
     """Solve A x = rhs for every row of `rhs` [..., K]; `rhs` is used up, and the solution lies in the workspace.
 
-    A row that has converged is frozen: its step length is zero from then on, whatever its neighbours do. Each
-    right-hand side is divided by its largest entry first, so that no square below can overflow or underflow for its
-    scale; no absolute constant is added anywhere.
+    A row that has converged, or whose residual is no number, is frozen: its step length is zero from then on, whatever
+    its neighbours do. With a tolerance of zero every row takes `max_steps`, of which those that could only stir what
+    is far below rounding have length zero. Each right-hand side is divided by its largest entry first, so that no
+    square below can overflow or underflow for its scale; no absolute constant is added anywhere.
     """
     scratch = workspace.room("scratch", *rhs.shape)
     scale = torch.abs(rhs, out=scratch).amax(dim=-1, keepdim=True)
@@ -74,31 +75,33 @@ def conjugate_gradient(
     rhs_norm = _norm(r)
     # Far below rounding the recurrence would go on shrinking the residual until its squares are no numbers any more.
     target = max(tolerance, torch.finfo(r.dtype).eps ** 2) * rhs_norm
-    steps = torch.zeros_like(rhs_norm, dtype=torch.int32)
+    steps, active = torch.zeros_like(rhs_norm), torch.empty_like(rhs_norm)
 
     x, a_x = systems.start(r)
     r.sub_(a_x)
     residual = _norm(r)
     p, rho = workspace.room("p", *rhs.shape), torch.zeros_like(residual)
     for step in range(max_steps):
-        active = residual > target
-        if not bool(active.any()):
+        torch.gt(residual, target, out=active)
+        if tolerance > 0 and not bool(active.any()):
             break
         steps += active
         z = systems.precondition(r)
         last_rho, rho = rho, residual.square() if z is None else _dot(r, z, scratch).clamp_(min=0)
+        rho *= active
         if step == 0:
             p.copy_(r if z is None else z)
         else:
             torch.addcmul(r if z is None else z, _ratio(rho, last_rho), p, out=p)
         a_p = systems.matvec(p)
-        alpha = _ratio(rho * active, _dot(p, a_p, scratch))
+        alpha = _ratio(rho, _dot(p, a_p, scratch).clamp_(min=0))
         x.addcmul_(alpha, p)
         r.addcmul_(alpha, a_p, value=-1)
         residual = _norm(r)
     if tolerance == 0:
         steps.fill_(max_steps)
-    return Solution(x.mul_(scale), steps.squeeze(-1), _ratio(residual, rhs_norm).squeeze(-1))
+    relative = torch.where(rhs_norm == 0, 0.0, residual / rhs_norm)
+    return Solution(x.mul_(scale), steps.squeeze(-1).int(), relative.squeeze(-1))
 
 
 def solve(systems: Systems, rhs: Tensor, solver: ConjugateGradient, workspace: Workspace) -> Solution:
@@ -116,5 +119,5 @@ def _dot(left: Tensor, right: Tensor, scratch: Tensor) -> Tensor:
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """numerator / denominator, and 0 where the denominator is not positive: nothing is left to gain for that row."""
-    return torch.where(denominator > 0, numerator / denominator, 0.0)
+    """numerator / denominator, neither negative, and 0 where the latter is 0: nothing is left to gain for that row."""
+    return torch.div(numerator, denominator).nan_to_num_(nan=0.0, posinf=0.0)
