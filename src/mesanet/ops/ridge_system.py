@@ -34,7 +34,8 @@ class Preconditioner:
 
     def __init__(self, inverse: Tensor, updates: Tensor) -> None:
         """inverse [n, K, K] is M_0, and updates [n, C, K] the rows u_s; an identity and zeros leave vectors alone."""
-        self.inverse, self.updates = inverse, updates
+        # One layout in memory, wherever it comes from, so that rounding does not depend on what else is in a tile.
+        self.inverse, self.updates = inverse.contiguous(), updates
         self.updates_transposed = updates.mT.contiguous()
         """[n, K, C] the same; a product with a matrix that lies transposed in memory takes twice as long."""
 
