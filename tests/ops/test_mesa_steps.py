@@ -90,6 +90,27 @@ def test_stiff_heads_converge(gamma: float) -> None:
     assert float((plain == 30).float().mean()) > 0.5
 
 
+@pytest.mark.parametrize("gate", [0.3, 0.2, 0.05, 0.01, 0.0])
+def test_strong_gates_in_stiff_heads_are_paid_for_where_they_are(gate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever in a chunk they come: every token is solved, and those of other chunks take as few steps as without."""
+    inputs = from_nothing(make_inputs(1, 4096, 1, 128, 8, **STIFF).to(torch.float32))
+    strong = torch.arange(500, 4096, 409)
+    log_decay = inputs.log_decay.clone()
+    log_decay[:, strong] = torch.tensor(gate).log()
+    rows = Rows(monkeypatch)
+    tokens = [*inputs[:3], log_decay, inputs.write]
+    products, steps = rows.of(tokens, inputs.ridge, ConjugateGradient())
+    assert int(steps.max()) < 30
+    elsewhere = torch.ones(4096, dtype=torch.bool)
+    for token in strong.tolist():
+        chunk = token // CHUNK * CHUNK
+        elsewhere[chunk : token + 1 if gate == 0 else chunk + CHUNK] = False
+        # Up to half a chunk's worth of tokens that nothing came before is solved without a preconditioner.
+        elsewhere[token : token + 2 * CHUNK] = False
+    assert int(steps[:, elsewhere].max()) <= 4
+    assert products < 6 * 4096
+
+
 def test_stiff_heads_cost_less_than_thirty_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """A use of the preconditioner is less work than a product with the systems; its making is timed in `results`."""
     inputs = mixed_heads(batch=1, time=1024, heads=4, key_size=128, value_size=8, correlated=True)

@@ -69,7 +69,8 @@ class ChunkLayout:
         """[R, N * C, ...] -> [B, T, ...], without what `pad` added."""
         if self.token_index is not None:
             return tensor.index_select(1, self.token_index)
-        return tensor[:, : self.time].contiguous()
+        # Never a view: the result of an op can then be changed in place.
+        return tensor if self.chunks * self.chunk == self.time else tensor[:, : self.time].clone()
 
     def view(self, tensor: Tensor) -> Tensor:
         """[R, N * C, H, ...] as [R, H, N, C, ...], sharing its memory."""

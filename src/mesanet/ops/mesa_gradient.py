@@ -24,10 +24,10 @@ from torch import Tensor
 
 from mesanet.ops.blocks import crossing
 from mesanet.ops.chunks import ChunkLayout
-from mesanet.ops.mesa_problems import MesaChunks, Problems, chunks_first
+from mesanet.ops.mesa_problems import MesaChunks, Problems, Slow, chunks_first
 from mesanet.ops.mesa_tiles import Tile
-from mesanet.ops.ridge_system import RidgeSystems
-from mesanet.ops.solver import ConjugateGradient, solve
+from mesanet.ops.ridge_system import Preconditioner
+from mesanet.ops.solver import ConjugateGradient
 from mesanet.ops.state import MesaState
 from mesanet.ops.workspace import Workspace
 
@@ -38,7 +38,6 @@ class MesaGradients:
 
     chunks: MesaChunks
     layout: ChunkLayout
-    solver: ConjugateGradient
     workspace: Workspace
     errors: Tensor
     """[N, H, R, C, V] the gradient for the output."""
@@ -63,7 +62,6 @@ class MesaGradients:
     def begin(
         chunks: MesaChunks,
         layout: ChunkLayout,
-        solver: ConjugateGradient,
         grad_output: Tensor,
         final: MesaState,
         workspace: Workspace,
@@ -74,7 +72,6 @@ class MesaGradients:
         return MesaGradients(
             chunks=chunks,
             layout=layout,
-            solver=solver,
             workspace=workspace,
             errors=chunks_first(layout, layout.pad(grad_output)),
             final=final,
@@ -96,16 +93,16 @@ class MesaGradients:
         for gradient, dtype in zip((*tokens, *merged, self.ridge, *self.initial), dtypes, strict=True):
             yield gradient.to(dtype)
 
-    def add(
-        self, tile: Tile, problems: Problems, systems: RidgeSystems, solved: Tensor, carried: MesaState | None
-    ) -> MesaState:
-        """Work through a tile, of which `solved` [n, C, K] are the solved queries.
+    def load_errors(self, tile: Tile, problems: Problems) -> Tensor:
+        """The gradient for the output [n, C, V] of a tile."""
+        return tile.gather(self.errors, self.workspace.room("e", *problems.values.shape))
+
+    def add(self, tile: Tile, work: TileErrors, e_star: Tensor, owed: Tensor, carried: MesaState | None) -> MesaState:
+        """Add what a tile has to say, given its solved errors `e_star` [n, C, K] and what they owe [n, C].
 
         `carried` [h * r, ...] is what the tile after it in time returned: the gradient for the state between them.
         """
-        room, layout = self.workspace.room, self.layout
-        work = _TileErrors(problems, systems, solved, tile.gather(self.errors, room("e", *problems.values.shape)))
-        e_star, owed = work.solve_errors(self.solver)
+        room, layout, problems = self.workspace.room, self.layout, work.problems
         tile.scatter(chunks_first(layout, self.queries), e_star)
         heads, rows = tile.grid[1:]
         ridge = work.grad_ridge(e_star).unflatten(0, tile.grid).sum((0, 2))
@@ -126,7 +123,7 @@ class MesaGradients:
         return MesaState(arriving.kk[0], arriving.kv[0])
 
     def _carry(
-        self, tile: Tile, work: _TileErrors, e_star: Tensor, arriving: MesaState, carried: MesaState | None
+        self, tile: Tile, work: TileErrors, e_star: Tensor, arriving: MesaState, carried: MesaState | None
     ) -> None:
         """Fill in what arrives at the boundaries of chunks [G + 1, h * r, ...] from all later tokens."""
         chunks, heads, rows = tile.grid
@@ -150,25 +147,27 @@ class MesaGradients:
                     tile.write_states(self.initial[index], sequences, boundaries[place])
 
 
-class _TileErrors:
-    """The problems of a tile with their solved queries x [n, C, K] and errors e [n, C, V]."""
+class TileErrors:
+    """The second solve of a tile: its problems with their solved queries x [n, C, K] and errors e [n, C, V]."""
 
-    def __init__(self, problems: Problems, systems: RidgeSystems, x: Tensor, e: Tensor) -> None:
-        self.problems, self.systems, self.x, self.e = problems, systems, x, e
+    def __init__(self, problems: Problems, x: Tensor, e: Tensor) -> None:
+        self.problems, self.x, self.e = problems, x, e
         room, values = problems.workspace.room, problems.values
         # Products with a matrix that lies transposed in memory take twice as long.
         values_transposed = room("values transposed", *values.mT.shape).copy_(values.mT)
         self.overlaps = torch.bmm(e, values_transposed, out=room("overlaps", *problems.weights.shape))
         """[n, C, C] e_t . v_s"""
 
-    def solve_errors(self, solver: ConjugateGradient) -> tuple[Tensor, Tensor]:
+    def solve(
+        self, solver: ConjugateGradient, slow: Slow | None, preconditioner: Preconditioner | None
+    ) -> tuple[Tensor, Tensor]:
         """e* [n, C, K], and what each token's loss owes to the state at the start of its chunk [n, C]."""
-        problems, from_start, x = self.problems, self.systems.from_start, self.x
+        problems, from_start, x = self.problems, self.problems.from_start, self.x
         room = problems.workspace.room
         through_state = torch.bmm(self.e, problems.states.kv.mT, out=room("through state", *x.shape))
         rhs = torch.mul(through_state, from_start, out=room("rhs", *x.shape))
         scores = torch.mul(self.overlaps, problems.weights, out=room("scores", *self.overlaps.shape))
-        e_star = solve(self.systems, rhs.baddbmm_(scores, problems.keys), solver, problems.workspace).value
+        e_star = problems.solve(rhs.baddbmm_(scores, problems.keys), solver, slow, preconditioner)[0].value
         through_state.baddbmm_(e_star, problems.states.kk, alpha=-1)
         owed = through_state.mul_(x).sum(-1).mul_(from_start.squeeze(-1))
         return e_star, owed

@@ -6,7 +6,9 @@ a tile is ever kept, and the backward pass computes the others again.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +17,25 @@ from mesanet.ops.chunks import ChunkLayout, Segment
 from mesanet.ops.decay import ChunkDecay, chunk_decay
 from mesanet.ops.mesa_tiles import Tile
 from mesanet.ops.ridge_system import Preconditioner, RidgeSystems
+from mesanet.ops.solver import ConjugateGradient, Solution, solve
 from mesanet.ops.state import MesaState
 from mesanet.ops.workspace import Workspace
+
+LEVEL = 0.25
+"""Tokens at which between LEVEL^(i + 1) and LEVEL^i of the chunk's first state is left are on level i."""
+LEVELS = 4
+"""Below the last of these levels little enough is left to converge fast without a preconditioner."""
+STIFF = 256.0
+"""A level gets a preconditioner where the bound of a condition number reaches this."""
+
+
+class Slow(NamedTuple):
+    """Where preconditioners are worth it: pairs of a problem and a level of tokens in it."""
+
+    problems: Tensor
+    """[m] int64"""
+    tokens: Tensor
+    """[m, C, 1] bool"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,26 +61,69 @@ class Problems:
     """[n, 1, K]"""
     workspace: Workspace
 
-    def preconditioner(self, wanted: Tensor | None) -> Preconditioner | None:
-        """One for the problems that are `wanted` [n], or None if none is."""
-        if wanted is None:
-            return None
-        return Preconditioner.of_chunks(
-            self.states.kk, self.keys, self.keys_transposed, self.decay.from_start, self.write, self.ridge, wanted
-        )
+    @property
+    def from_start(self) -> Tensor:
+        """[n, C, 1] what is left at token t of the state at the start of its chunk."""
+        return self.decay.from_start.unsqueeze(-1)
 
-    def systems(self, preconditioner: Preconditioner | None) -> RidgeSystems:
+    def systems(self) -> RidgeSystems:
         """The systems (H_t + ridge) x = b of all the tokens."""
         return RidgeSystems(
+            self.workspace,
             self.states.kk,
             self.keys,
             self.keys_transposed,
             self.weights,
-            self.decay.from_start,
+            self.from_start,
             self.ridge,
-            self.workspace,
-            preconditioner,
         )
+
+    def slow(self) -> Slow | None:
+        """What is worth a preconditioner, or None: stiff levels, and chunks that are on the first level to their end.
+
+        The trace of H_t over the ridge bounds the condition number, up to one. Chunks that forget more than a level
+        converge fast without, but for those that begin stiff and that a strong gate then wipes out.
+        """
+        lengths = torch.linalg.vecdot(self.keys, self.keys).unsqueeze(-1)
+        state = self.states.kk.diagonal(dim1=1, dim2=2).sum(-1).view(-1, 1, 1)
+        trace = (self.weights @ lengths).addcmul_(self.from_start, state)
+        level = (self.decay.from_start.log() / math.log(LEVEL)).floor().unsqueeze(1)
+        levels = level == torch.arange(LEVELS, dtype=level.dtype, device=level.device).view(1, -1, 1)
+        stiff = (trace >= STIFF * self.ridge.amin(-1, keepdim=True)).mT
+        worth = (levels & stiff).any(dim=-1)
+        worth[:, 0] |= levels[:, 0, -1]
+        problems, own_level = worth.nonzero().unbind(1)
+        return Slow(problems, levels[problems, own_level].unsqueeze(-1)) if len(problems) > 0 else None
+
+    def solve(
+        self, rhs: Tensor, solver: ConjugateGradient, slow: Slow | None, preconditioner: Preconditioner | None
+    ) -> tuple[Solution, Preconditioner | None]:
+        """Solve for `rhs` [n, C, K], which is used up; the solution lies in the workspace.
+
+        The tokens that are `slow` are solved with a preconditioner, made here unless it is given, which is returned
+        too. The others are solved apart from them, so that each method is only paid for where it is used.
+        """
+        systems, workspace = self.systems(), self.workspace
+        if slow is None:
+            return solve(systems, rhs, solver, workspace), None
+        if len(slow.problems) == len(rhs) and bool(slow.tokens.all()):
+            systems.use(Preconditioner.of(systems, slow.tokens) if preconditioner is None else preconditioner)
+            return solve(systems, rhs, solver, workspace), systems.preconditioner
+
+        fast = torch.ones_like(self.from_start).index_add_(0, slow.problems, slow.tokens.to(rhs.dtype), alpha=-1) > 0
+        some = fast.flatten(1).any(dim=1).nonzero().squeeze(1)
+        value = workspace.room("value", *rhs.shape).zero_()
+        steps, residual = rhs.new_zeros(rhs.shape[:-1], dtype=torch.int32), rhs.new_zeros(rhs.shape[:-1])
+        for problems, tokens in ((some, fast[some]), slow):
+            part = systems.select(problems)
+            if problems is slow.problems:
+                part.use(Preconditioner.of(part, tokens) if preconditioner is None else preconditioner)
+            # Nothing is asked at the other tokens, whose answer is zero then.
+            own = solve(part, torch.where(tokens, rhs.index_select(0, problems), 0.0), solver, workspace)
+            value.index_add_(0, problems, own.value)
+            steps.index_add_(0, problems, own.steps * tokens.squeeze(-1))
+            residual.index_add_(0, problems, own.residual)
+        return Solution(value, steps, residual), part.preconditioner
 
 
 @dataclass(frozen=True, kw_only=True)

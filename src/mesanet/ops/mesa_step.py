@@ -18,12 +18,21 @@ class DenseSystems:
         self.kk = kk
         self.ridge = ridge
         self._unsound: Tensor | None = None
-        self._factors = None
+        self._factors: tuple[Tensor, Tensor] | None = None
         if direct:
             matrix = kk.clone()
             matrix.diagonal(dim1=1, dim2=2).add_(ridge.squeeze(1))
             # LU rather than Cholesky: LAPACK's is up to three times as fast on a few matrices of this size.
-            self._factors = torch.linalg.lu_factor_ex(matrix)[:2]
+            factors, pivots, _ = torch.linalg.lu_factor_ex(matrix)
+            self._factors = factors, pivots
+
+    def select(self, index: Tensor) -> DenseSystems:
+        """The systems at `index`."""
+        part = DenseSystems(self.kk[index], self.ridge[index], direct=False)
+        if self._factors is not None:
+            part._factors = self._factors[0][index], self._factors[1][index]
+            part._unsound = None if self._unsound is None else self._unsound[index]
+        return part
 
     def matvec(self, vector: Tensor) -> Tensor:
         """The systems times the vectors; the ridge apart, as it may be less than a rounding of a large kk."""

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from mesanet.ops.chunks import ChunkLayout
 
-SLOW = 0.25
-"""A chunk that keeps at least this much of its state gets a preconditioner; others converge fast without."""
-
 CPU_TILE_BYTES = 32 << 20
 """Working set of a tile on a CPU: about what a usual third-level cache holds."""
 DEVICE_TILE_BYTES = 1 << 30
@@ -35,8 +32,6 @@ class Tile:
     """Where its problems stand among those of all tiles."""
     starts: slice
     """Where the states at its start stand among those of all tiles."""
-    slow: Tensor | None
-    """[n] which problems get a preconditioner; None if none does."""
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -88,7 +83,7 @@ class Tile:
                 begin = place
 
 
-def plan_tiles(kept: Tensor, fitting: int, precondition: bool) -> list[list[Tile]]:
+def plan_tiles(kept: Tensor, fitting: int) -> list[list[Tile]]:
     """Groups of tiles; those of a group are in the order of time, and each goes on from the one before.
 
     `kept` [N, H, R] is the log of what each chunk keeps of its state, and `fitting` how many problems fit into a tile.
@@ -97,7 +92,6 @@ def plan_tiles(kept: Tensor, fitting: int, precondition: bool) -> list[list[Tile
     if kept.numel() == 0:
         return []
     by_retention = kept.mean((0, 2)).argsort(stable=True).tolist()
-    slow = (kept >= math.log(SLOW)).cpu() if precondition else None
     # A group has several chunks in a tile, and there are several groups, so that like can go with like.
     together = max(1, min(fitting, heads * rows) // 4)
     rows_together = min(rows, together)
@@ -115,7 +109,6 @@ def plan_tiles(kept: Tensor, fitting: int, precondition: bool) -> list[list[Tile
             for begin in range(0, chunks, length):
                 span = slice(begin, min(begin + length, chunks))
                 count = width * (span.stop - span.start)
-                mask = None if slow is None else slow[span, list(members), own_rows].flatten()
                 group.append(
                     Tile(
                         chunks=span,
@@ -123,7 +116,6 @@ def plan_tiles(kept: Tensor, fitting: int, precondition: bool) -> list[list[Tile
                         rows=own_rows,
                         problems=slice(problems, problems + count),
                         starts=slice(starts, starts + width),
-                        slow=mask.to(kept.device) if mask is not None and bool(mask.any()) else None,
                     )
                 )
                 problems, starts = problems + count, starts + width

@@ -35,7 +35,7 @@ class ConjugateGradient:
 
 
 class Systems(Protocol):
-    """Positive definite systems A x = b, one for each row of the tensors [..., K] that these methods take."""
+    """Positive definite systems A x = b of n problems, one for each row of the tensors [n, ..., K] of these methods."""
 
     def matvec(self, vector: Tensor) -> Tensor:
         """A times the vector, row by row; the next call may overwrite what this one returned."""
@@ -45,6 +45,9 @@ class Systems(Protocol):
 
     def precondition(self, residual: Tensor) -> Tensor | None:
         """About A^-1 times the residual, by a positive definite map, or None to do without; overwritten likewise."""
+
+    def select(self, index: Tensor) -> Systems:
+        """The systems of the problems at `index` [m], for as long as the whole is at rest."""
 
 
 class Solution(NamedTuple):
@@ -61,12 +64,13 @@ class Solution(NamedTuple):
 def conjugate_gradient(
     systems: Systems, rhs: Tensor, *, max_steps: int, tolerance: float, workspace: Workspace
 ) -> Solution:
-    """Solve A x = rhs for every row of `rhs` [..., K]; `rhs` is used up, and the solution lies in the workspace.
+    """Solve A x = rhs for every row of `rhs` [n, ..., K]; `rhs` is used up, and the solution lies in the workspace.
 
     A row that has converged, or whose residual is no number, is frozen: its step length is zero from then on, whatever
-    its neighbours do. With a tolerance of zero every row takes `max_steps`, of which those that could only stir what
-    is far below rounding have length zero. Each right-hand side is divided by its largest entry first, so that no
-    square below can overflow or underflow for its scale; no absolute constant is added anywhere.
+    its neighbours do. Problems of which all rows are frozen cost nothing any more once they are half of those at work.
+    With a tolerance of zero every row takes `max_steps`, of which those that could only stir what is far below rounding
+    have length zero. Each right-hand side is divided by its largest entry first, so that no square below can overflow
+    or underflow for its scale; no absolute constant is added anywhere.
     """
     scratch = workspace.room("scratch", *rhs.shape)
     scale = torch.abs(rhs, out=scratch).amax(dim=-1, keepdim=True)
@@ -75,33 +79,69 @@ def conjugate_gradient(
     rhs_norm = _norm(r)
     # Far below rounding the recurrence would go on shrinking the residual until its squares are no numbers any more.
     target = max(tolerance, torch.finfo(r.dtype).eps ** 2) * rhs_norm
-    steps, active = torch.zeros_like(rhs_norm), torch.empty_like(rhs_norm)
-
     x, a_x = systems.start(r)
     r.sub_(a_x)
-    residual = _norm(r)
-    p, rho = workspace.room("p", *rhs.shape), torch.zeros_like(residual)
+    p = workspace.room("p", *rhs.shape).zero_()
+    rows = _Rows(x, r, p, torch.zeros_like(target), _norm(r), torch.zeros_like(target), target)
+    _descend(systems, rows, max_steps, tolerance > 0, workspace)
+    # A row that is no number has not converged, and did not stop early.
+    steps = (
+        torch.where(rows.residual.isfinite(), rows.steps, max_steps) if tolerance > 0 else rows.steps.fill_(max_steps)
+    )
+    relative = torch.where(rhs_norm == 0, 0.0, rows.residual / rhs_norm)
+    return Solution(x.mul_(scale), steps.squeeze(-1).int(), relative.squeeze(-1))
+
+
+class _Rows(NamedTuple):
+    """How far conjugate gradient has come: vectors [n, ..., K], and numbers [n, ..., 1]."""
+
+    x: Tensor
+    r: Tensor
+    """b - A x"""
+    p: Tensor
+    """The direction of the last step; zero before the first."""
+    rho: Tensor
+    """r . z of the last step, where z is the preconditioned residual."""
+    residual: Tensor
+    """|r|"""
+    steps: Tensor
+    target: Tensor
+    """The |r| at which the row is done."""
+
+    def select(self, index: Tensor) -> _Rows:
+        return _Rows(*(tensor.index_select(0, index) for tensor in self))
+
+    def put(self, index: Tensor, part: _Rows) -> None:
+        """Write back what has become of the problems at `index`."""
+        for whole, own in zip(self[:-1], part[:-1], strict=True):
+            whole.index_copy_(0, index, own)
+
+
+def _descend(systems: Systems, rows: _Rows, max_steps: int, may_stop: bool, workspace: Workspace) -> None:
+    """Take up to `max_steps` steps, in place."""
+    x, r, p, rho, residual, steps, target = rows
+    scratch, active = workspace.room("scratch", *r.shape), torch.empty_like(target)
     for step in range(max_steps):
         torch.gt(residual, target, out=active)
-        if tolerance > 0 and not bool(active.any()):
-            break
+        if may_stop:
+            index = active.flatten(1).any(dim=1).nonzero().squeeze(1)
+            if len(index) == 0:
+                return
+            if 2 * len(index) <= len(active):
+                part = rows.select(index)
+                _descend(systems.select(index), part, max_steps - step, may_stop, workspace)
+                rows.put(index, part)
+                return
         steps += active
         z = systems.precondition(r)
-        last_rho, rho = rho, residual.square() if z is None else _dot(r, z, scratch).clamp_(min=0)
-        rho *= active
-        if step == 0:
-            p.copy_(r if z is None else z)
-        else:
-            torch.addcmul(r if z is None else z, _ratio(rho, last_rho), p, out=p)
+        last_rho = rho.clone()
+        rho.copy_(residual.square() if z is None else _dot(r, z, scratch).clamp_(min=0)).mul_(active)
+        torch.addcmul(r if z is None else z, _ratio(rho, last_rho), p, out=p)
         a_p = systems.matvec(p)
         alpha = _ratio(rho, _dot(p, a_p, scratch).clamp_(min=0))
         x.addcmul_(alpha, p)
         r.addcmul_(alpha, a_p, value=-1)
-        residual = _norm(r)
-    if tolerance == 0:
-        steps.fill_(max_steps)
-    relative = torch.where(rhs_norm == 0, 0.0, residual / rhs_norm)
-    return Solution(x.mul_(scale), steps.squeeze(-1).int(), relative.squeeze(-1))
+        torch.linalg.vector_norm(r, dim=-1, keepdim=True, out=residual)
 
 
 def solve(systems: Systems, rhs: Tensor, solver: ConjugateGradient, workspace: Workspace) -> Solution:
