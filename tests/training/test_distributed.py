@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from mesanet.config.base import to_json
 from mesanet.config.training import RunConfig, TrainingConfig
 from mesanet.data.dataset import open_dataset
 from mesanet.data.loader import make_batches
+from mesanet.errors import UserError
 from mesanet.model.files import read_weights
 from mesanet.training.diagnosis import NonFiniteError
 from mesanet.training.distributed import connect
@@ -137,6 +139,27 @@ def test_trouble_in_the_second_process_is_named_and_its_rows_are_dumped(
     told = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
     assert told[0] == told[1]
     assert json.loads(report.read_text())["tensor"] in told[0]
+
+
+def train_on_a_disk_of_its_own(config: RunConfig, folder: Path) -> None:
+    """As on a host whose working directory no other one sees."""
+    rank = os.environ["RANK"]
+    (folder / rank).mkdir()
+    os.chdir(folder / rank)
+    with pytest.raises(UserError) as refused:
+        train(config, "run", quiet=True)
+    (folder / f"told-{rank}").write_text(str(refused.value))
+
+
+def test_a_run_folder_that_is_not_shared_is_refused(tiny_data: Path, tmp_path: Path) -> None:
+    """Each process would write its part of a checkpoint where no other one finds it."""
+    run_together(train_on_a_disk_of_its_own, tiny_run(tiny_data, parallel="fsdp"), tmp_path)
+    told = [(tmp_path / f"told-{rank}").read_text() for rank in range(2)]
+    assert told[0] == told[1]
+    assert f"run of process 0 on {platform.node()} is another folder for process 1 on {platform.node()}" in told[0]
+    assert sorted(path.name for path in (tmp_path / "0" / "run").iterdir()) == [
+        ".lock", "checkpoints", "config.json", "run.json",
+    ]  # fmt: skip
 
 
 class AwkwardError(Exception):

@@ -22,9 +22,10 @@ from tests.training.tiny import assert_same_weights, metrics, tiny_run
 from mesanet.config.training import RunConfig
 from mesanet.data.dataset import open_dataset
 from mesanet.data.loader import Loader, make_batches
+from mesanet.errors import UserError
 from mesanet.model.backbone import LanguageModel
 from mesanet.model.files import read_weights
-from mesanet.training.checkpoint import damage, list_checkpoints, step_of
+from mesanet.training.checkpoint import check_parts, choose, damage, list_checkpoints, step_of
 from mesanet.training.diagnosis import NonFiniteError
 from mesanet.training.distributed import Processes
 from mesanet.training.loop import Trainer
@@ -84,18 +85,65 @@ def test_a_list_of_checksums_without_the_files_that_matter_is_damage(finished: P
     assert damage(checkpoint) is not None
 
 
-def test_where_all_checkpoints_are_damaged_the_run_begins_anew(
-    tiny_data: Path, tmp_path: Path, finished: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_where_all_checkpoints_are_damaged_nothing_is_thrown_away(tiny_data: Path, tmp_path: Path) -> None:
     config, run = tiny_run(tiny_data), tmp_path / "run"
     train_quietly(config, run)
     (run / "model").rename(tmp_path / "old")
     for checkpoint in list_checkpoints(run / "checkpoints"):
         (checkpoint / "model.safetensors").unlink()
-    train(config, run, resume=True)
-    assert "model.safetensors is missing); going back to the start" in capsys.readouterr().err
+    before = snapshot(run)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"step_00000012 is damaged .*step_00000008 is damaged .*restore one"):
+            train_quietly(config, run, resume=True)
+        assert snapshot(run) == before
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES, errno.EMFILE], ids=os.strerror)
+def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(
+    tiny_data: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(run / "model")
+    before = snapshot(run)
+
+    def fail(path: Path) -> str:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr("mesanet.training.checkpoint.file_digest", fail)
+    with pytest.raises(
+        UserError, match=rf"step_00000012 could not be read .*{os.strerror(number)}.*nothing was changed"
+    ):
+        train_quietly(tiny_run(tiny_data), run, resume=True)
+    assert snapshot(run) == before
+    monkeypatch.undo()
+    train_quietly(tiny_run(tiny_data), run, resume=True)
     assert_same_weights(run / "model", finished / "model")
     assert metrics(run) == metrics(finished)
+
+
+def test_only_the_newest_damaged_checkpoints_are_kept(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    for step in range(5):
+        shutil.copytree(finished / "checkpoints" / "step_00000012", folder / f"step_{step:08}")
+    for step in range(1, 5):
+        (folder / f"step_{step:08}" / "model.safetensors").unlink()
+    assert choose(folder)[0] == folder / "step_00000000"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".step_00000003.damaged", ".step_00000004.damaged", "step_00000000",
+    ]  # fmt: skip
+
+
+def test_a_state_whose_parts_are_elsewhere_is_no_checkpoint(finished: Path, tmp_path: Path) -> None:
+    """As where a process of another host has written its part to a disk of its own."""
+    state = shutil.copytree(finished / "checkpoints" / "step_00000012" / "state", tmp_path / "state")
+    check_parts(state)
+    (state / "__0_0.distcp").unlink()
+    with pytest.raises(UserError, match=r"lacks __0_0.distcp.*a disk that all hosts share"):
+        check_parts(state)
 
 
 def test_a_number_that_is_not_finite_stops_the_run(tiny_data: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -42,6 +43,8 @@ STATE = "state"
 NEEDED = (WEIGHTS_FILE, CONFIG_FILE, f"{STATE}/.metadata")
 """Files that a checkpoint can't be without."""
 PARTIAL, REMOVED, DAMAGED = ".partial", ".removed", ".damaged"
+DAMAGED_KEPT = 2
+"""How many damaged checkpoints are kept to be looked at."""
 
 
 class Checkpoints:
@@ -72,9 +75,9 @@ class Checkpoints:
         self, model: LanguageModel, optimiser: torch.optim.Optimizer, say: Callable[[str], object]
     ) -> int | None:
         """Load the newest checkpoint that is whole and return its step, or None where there is no checkpoint."""
-        chosen, damaged = self._processes.from_first(lambda: choose(self.folder))
-        for problem in damaged:
-            say(f"{problem}; going back to {'the start' if chosen is None else chosen.name}")
+        chosen, problems = self._processes.from_first(lambda: choose(self.folder))
+        for problem in problems:
+            say(problem)
         if chosen is None:
             return None
         set_full_weights(model, read_weights(chosen / WEIGHTS_FILE))
@@ -85,7 +88,12 @@ class Checkpoints:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", module="torch.distributed")
-                save_shards(state, storage_writer=FileSystemWriter(folder, sync_files=True), no_dist=alone)
+                save_shards(
+                    state,
+                    storage_writer=FileSystemWriter(folder, sync_files=True),
+                    process_group=self._processes.patient,
+                    no_dist=alone,
+                )
         except CheckpointException as error:
             raise told(cause_of(error)) from error
 
@@ -98,7 +106,12 @@ class Checkpoints:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", module="torch.distributed")
-                load_shards(state, storage_reader=reader, no_dist=self._processes.count == 1)
+                load_shards(
+                    state,
+                    storage_reader=reader,
+                    process_group=self._processes.patient,
+                    no_dist=self._processes.count == 1,
+                )
         except CheckpointException as error:
             raise told(cause_of(error)) from error
         names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -108,6 +121,7 @@ class Checkpoints:
         return int(state["step"])
 
     def _finish(self, partial: Path, target: Path, model: LanguageModel, weights: dict[str, Tensor]) -> None:
+        check_parts(partial / STATE)
         write_weights(partial / WEIGHTS_FILE, weights)
         write_json_atomic(partial / CONFIG_FILE, to_dict(model.config))
         write_json_atomic(partial / CHECKSUMS_FILE, checksums(partial))
@@ -133,26 +147,54 @@ def step_of(path: Path) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, the newest first; nothing is said about whether they are whole."""
-    found = [path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal() and path.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
+    # Not with glob, to which a folder that can't be read is an empty one.
+    found = folder.iterdir() if folder.exists() else ()
+    steps = (path for path in found if re.fullmatch(r"step_\d+", path.name) and path.is_dir())
+    return sorted(steps, key=step_of, reverse=True)
 
 
 def choose(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is whole, and what is wrong with newer ones, which are put aside."""
-    problems: list[str] = []
+    """The newest checkpoint that is whole, and what there is to say of newer ones, which are put aside.
+
+    Where there are checkpoints, but none is whole or one can't be read, a UserError leaves all as it is: to begin anew
+    would be to throw the run's history away.
+    """
+    damaged: dict[Path, str] = {}
     for path in list_checkpoints(folder):
-        problem = damage(path)
+        try:
+            problem = damage(path)
+        except OSError as error:
+            raise UserError(
+                f"checkpoint {path} could not be read ({error}); nothing was changed: give the command again when the "
+                "disk answers, or move that checkpoint elsewhere to go on from the one before"
+            ) from error
         if problem is None:
-            return path, problems
-        problems.append(f"checkpoint {path} is damaged ({problem})")
-        aside = hidden(path, DAMAGED)
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-    return None, problems
+            for each in damaged:
+                put_aside(each)
+            return path, [f"{text}; going back to {path.name}" for text in damaged.values()]
+        damaged[path] = f"checkpoint {path} is damaged ({problem})"
+    if damaged:
+        raise UserError(
+            f"{'; '.join(damaged.values())}; there is no other: restore one from a copy, or choose another folder with "
+            "--out to begin anew"
+        )
+    return None, []
+
+
+def put_aside(path: Path) -> None:
+    """Hide a damaged checkpoint, and keep only the newest of those that are hidden."""
+    aside = hidden(path, DAMAGED)
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+    for old in sorted(path.parent.glob(f".step_*{DAMAGED}"))[:-DAMAGED_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None for one whose files are all as they were written."""
+    """What is wrong with a checkpoint, or None for one whose files are all as they were written.
+
+    That a file is not there is damage. That it can't be read is an OSError, which may be gone in a minute.
+    """
     try:
         expected = read_json(path / CHECKSUMS_FILE)
         if not isinstance(expected, dict):
@@ -166,9 +208,20 @@ def damage(path: Path) -> str | None:
                 return f"{name} is missing"
             if file.stat().st_size != size or file_digest(file) != digest:
                 return f"{name} is not as it was written"
-    except (OSError, ValueError, TypeError) as error:
+    except (FileNotFoundError, ValueError, TypeError) as error:
         return str(error)
     return None
+
+
+def check_parts(state: Path) -> None:
+    """Refuse a state of which a process has written its part to where the first one does not see it."""
+    needed = {info.relative_path for info in FileSystemReader(state).read_metadata().storage_data.values()}
+    missing = sorted(name for name in needed if not (state / name).is_file())
+    if missing:
+        raise UserError(
+            f"{state} lacks {', '.join(missing)}, which other processes have written: put the run folder on a disk "
+            "that all hosts share"
+        )
 
 
 def checksums(folder: Path) -> dict[str, tuple[int, str]]:

@@ -23,7 +23,7 @@ from mesanet.training.loop import Trainer, parameter_count
 from mesanet.training.metrics import METRICS_FILE, read_metrics
 from mesanet.training.progress import Progress
 from mesanet.training.records import Records
-from mesanet.training.run_folder import FINAL_MODEL, claim, copy_tokenizer, locked
+from mesanet.training.run_folder import FINAL_MODEL, check_shared, claim, copy_tokenizer, locked
 from mesanet.training.signals import watch_signals
 from mesanet.training.validation import can_validate
 
@@ -60,6 +60,7 @@ def train(
         try:
             processes.from_first(lambda: held.enter_context(locked(folder)))
             processes.from_first(lambda: claim(folder, config, dataset.fingerprint, resume=resume))
+            check_shared(folder, processes)
             run(config, folder, dataset, processes, quiet=quiet)
         except OSError as error:
             # A write that fails, on a full disk above all, does not say where.

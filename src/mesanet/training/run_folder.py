@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,12 +19,15 @@ from mesanet.errors import UserError
 from mesanet.io import locked as lock_file
 from mesanet.io import read_json, read_record, write_bytes_atomic, write_json_atomic
 from mesanet.training.checkpoint import CHECKPOINTS, list_checkpoints, step_of, sweep_leftovers
+from mesanet.training.distributed import Processes
 from mesanet.training.metrics import METRICS_FILE
+from mesanet.training.told import told
 
 RUN_CONFIG_FILE = "config.json"
 FACTS_FILE = "run.json"
 FINAL_MODEL = "model"
 LOCK_FILE = ".lock"
+SHARED = ".shared-"
 TOKENIZER_FILE = "tokenizer.json"
 
 NEUTRAL = frozenset(
@@ -56,6 +61,31 @@ def claim(folder: Path, config: RunConfig, fingerprint: str, *, resume: bool) ->
     for name in (RUN_CONFIG_FILE, FACTS_FILE, METRICS_FILE, TOKENIZER_FILE):
         for leftover in folder.glob(f".{name}.*.partial"):
             leftover.unlink(missing_ok=True)
+    for leftover in folder.glob(f"{SHARED}*"):
+        leftover.unlink(missing_ok=True)
+
+
+def check_shared(folder: Path, processes: Processes) -> None:
+    """Refuse a folder that is not one and the same for all processes: each writes a part of a checkpoint into it."""
+    if processes.count == 1:
+        return
+
+    def mark() -> str:
+        name = f"{SHARED}{uuid.uuid4().hex}"
+        (folder / name).touch()
+        return name
+
+    name = processes.from_first(mark)
+    found = processes.collect((platform.node(), (folder / name).exists()))
+    processes.from_first(lambda: (folder / name).unlink())
+    strangers = [f"process {rank} on {host}" for rank, (host, sees) in enumerate(found) if not sees]
+    if strangers:
+        raise told(
+            UserError(
+                f"{folder} of process 0 on {found[0][0]} is another folder for {', '.join(strangers)}: put the run "
+                "folder on a disk that all hosts share"
+            )
+        )
 
 
 def holds_results(folder: Path) -> bool:
