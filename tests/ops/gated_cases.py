@@ -50,6 +50,11 @@ def uniform(*shape: int) -> Tensor:
     return torch.rand(*shape, dtype=torch.float64)
 
 
+def inside(*shape: int) -> Tensor:
+    """Numbers in [0, 1] that stay so when finite differences move them."""
+    return 0.01 + 0.98 * uniform(*shape)
+
+
 def sequence(batch: int, time: int, heads: int) -> Tensors:
     shape = (batch, time, heads)
     # Keys of length one: with longer ones the delta rule is not stable.
@@ -62,7 +67,7 @@ def gated(*names: str, signed: bool = False) -> Callable[[int, int, int], Tensor
         shape = (batch, time, heads)
         # Some heads forget a lot and some next to nothing.
         speed = torch.logspace(-3, 0, heads, dtype=torch.float64)
-        every = {"log_decay": -uniform(*shape) * speed, "write": uniform(*shape)}
+        every = {"log_decay": -inside(*shape) * speed, "write": inside(*shape)}
         tensors = sequence(batch, time, heads) | {name: every[name] for name in names}
         if signed:
             tensors["sign"] = torch.where(uniform(*shape) < 0.3, -1.0, 1.0).double()
@@ -72,16 +77,16 @@ def gated(*names: str, signed: bool = False) -> Callable[[int, int, int], Tensor
 
 
 def mlstm_inputs(batch: int, time: int, heads: int) -> Tensors:
-    gates = {"log_forget": -uniform(batch, time, heads), "log_input": 2 * normal(batch, time, heads)}
+    gates = {"log_forget": -inside(batch, time, heads), "log_input": 2 * normal(batch, time, heads)}
     return sequence(batch, time, heads) | gates
 
 
 def longhorn_inputs(batch: int, time: int, heads: int) -> Tensors:
-    return sequence(batch, time, heads) | {"precision": uniform(batch, time, heads, V)}
+    return sequence(batch, time, heads) | {"precision": inside(batch, time, heads, V)}
 
 
 def lru_inputs(batch: int, time: int, heads: int) -> Tensors:
-    return {"x": normal(batch, time, heads * K), "log_decay": -uniform(batch, time, heads * K)}
+    return {"x": normal(batch, time, heads * K), "log_decay": -inside(batch, time, heads * K)}
 
 
 def matrix_state(rows: int, heads: int) -> Tensors:

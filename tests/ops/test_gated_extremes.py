@@ -178,3 +178,62 @@ def test_wrong_arguments_are_named(name: str) -> None:
         rows = {key: tensor[:batch] for key, tensor in inputs.items()}
         with pytest.raises(ValueError, match=r"^cu_seqlens\b"):
             run(name, rows, cu_seqlens=torch.tensor(bounds))
+
+
+NUMBERS = {
+    "log_decay": ([0.1, torch.inf], "at most 0"),
+    "log_forget": ([0.1, torch.inf], "at most 0"),
+    "log_input": ([torch.inf], "finite"),
+    "write": ([-0.1, 1.1], r"in \[0, 1\]"),
+    "precision": ([-0.1, torch.inf], "at least 0"),
+    "sign": ([0.0, 0.5, 2.0], r"\+1 or -1"),
+}
+"""Numbers that no gate of this name may be, and what the refusal speaks of."""
+
+
+@every_op
+@pytest.mark.parametrize("time", [1, 6])
+@pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+def test_gates_out_of_their_range_are_named(name: str, time: int, backend: str) -> None:
+    inputs = OPS[name].inputs(B, time, H)
+    for gate in inputs.keys() & NUMBERS.keys():
+        wrong, about = NUMBERS[gate]
+        if gate == "write" and "deltanet" in name:
+            wrong, about = [torch.inf, -torch.inf], "finite"
+        for number in [*wrong, torch.nan]:
+            spoilt = inputs[gate].clone()
+            spoilt.view(-1)[-1] = number
+            with pytest.raises(ValueError, match=rf"^{gate}: got values from .*{number}.*, expected .*{about}"):
+                run(name, inputs | {gate: spoilt}, backend=backend)
+
+
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet"])
+@pytest.mark.parametrize("write", [-0.5, 2.0])
+def test_the_delta_rule_takes_any_step(name: str, write: float) -> None:
+    inputs = OPS[name].inputs(B, 70, H)
+    inputs["write"].fill_(write)
+    assert_same(run(name, inputs), run(name, inputs, truth=True))
+
+
+@pytest.mark.parametrize("time", [1, 70])
+@pytest.mark.parametrize("name", ["gla", "mlstm", "gated_deltanet", "longhorn"])
+def test_the_callers_choice_of_matrix_products_does_not_reach_inside(
+    name: str, time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorFloat-32 would round what a product takes to ten bits."""
+    inside, product = [], torch.bmm
+
+    def recorded(*args: Any, **options: Any) -> Tensor:
+        inside.append(torch.get_float32_matmul_precision())
+        return product(*args, **options)
+
+    monkeypatch.setattr(torch, "bmm", recorded)
+    inputs = {key: tensor.float() for key, tensor in OPS[name].inputs(B, time, H).items()}
+    tensors = leaves(inputs)
+    torch.set_float32_matmul_precision("high")
+    try:
+        gradients(run(name, inputs, backend="chunked"), tensors)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert set(inside) == {"highest"}

@@ -101,3 +101,28 @@ def test_packed_tokens_never_see_another_sequence(name: str) -> None:
     after = run(name, changed, cu_seqlens=cu_seqlens)[0]
     assert torch.equal(before[:, 30:], after[:, 30:])
     assert not torch.equal(before[:, :30], after[:, :30])
+
+
+PUBLIC_NAMES = {"gla": "gated_linear_attention", "mamba2": "gated_linear_attention", "mlstm": "mlstm"} | {
+    "gla_signed": "gated_linear_attention",
+    **dict.fromkeys(["deltanet", "gated_deltanet", "gated_deltanet_signed"], "gated_delta_rule"),
+    **{name: name for name in ("longhorn", "rg_lru")},
+}
+
+
+@every_op
+def test_second_derivatives_are_those_of_the_reference_or_refused(name: str) -> None:
+    """After a plain sum too, whose gradient arrives as a constant, and where one tensor alone is asked for."""
+    inputs = OPS[name].inputs(B, 6, H)
+    tensors = leaves(inputs)
+
+    def penalty(backend: str) -> Tensor:
+        output: Tensor = run(name, inputs, backend=backend)[0]
+        first = torch.autograd.grad(output.sum(), tensors, create_graph=True)
+        return torch.stack([gradient.square().sum() for gradient in first]).sum() + output.sum()
+
+    (second,) = torch.autograd.grad(penalty("reference"), tensors[0])
+    (first,) = torch.autograd.grad(run(name, inputs)[0].sum(), tensors[0])
+    assert not torch.allclose(second, first)
+    with pytest.raises(RuntimeError, match=rf"\b{PUBLIC_NAMES[name]}\b.*: got a request for second derivatives"):
+        penalty("chunked")

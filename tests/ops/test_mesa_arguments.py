@@ -184,11 +184,8 @@ def test_annotated_shapes_are_the_shapes() -> None:
 def test_second_derivatives_are_refused_by_name(time: int) -> None:
     inputs = make_inputs(1, time, 2, 4, 3).with_grad()
     output = mesa(*inputs[:6], inputs.state).output
-    found = torch.autograd.grad(output.sum(), inputs, create_graph=True)
-    plain = torch.autograd.grad(mesa(*inputs[:6], inputs.state).output.sum(), inputs)
-    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
-    with pytest.raises(RuntimeError, match=r"^mesanet\.mesa: got .*second derivatives, expected first"):
-        found[0].sum().backward()
+    with pytest.raises(RuntimeError, match=r"^mesanet\.mesa: got .*second derivatives .*, expected first"):
+        torch.autograd.grad(output.sum(), inputs, create_graph=True)
 
 
 @pytest.mark.parametrize("time", [1, 70])

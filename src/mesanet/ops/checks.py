@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -29,9 +30,12 @@ RANGES = {
     "ridge": Range(
         lambda least, largest: FLOAT32.tiny <= least <= largest <= FLOAT32.max, "positive finite numbers in float32"
     ),
+    "free": Range(lambda least, largest: -math.inf < least <= largest < math.inf, "finite numbers"),
+    "precision": Range(lambda least, largest: 0 <= least <= largest < math.inf, "finite numbers of at least 0"),
+    "log_input": Range(lambda least, largest: largest < math.inf, "the logarithm of a finite gate"),
     "sign": Range(lambda least, largest: least == largest == 1, "+1 or -1 everywhere"),
 }
-"""The ranges of the arguments of `mesa`; for the sign, of its absolute value."""
+"""The ranges of the arguments of the ops; for the sign, of its absolute value."""
 
 
 class Sizes(NamedTuple):
@@ -124,24 +128,25 @@ def check_mesa(
     check_shape("ridge", ridge, "H K", **known)
     for name, tensor in {"q": q, "k": k, "v": v, "ridge": ridge, **gates}.items():
         check_like(name, tensor, q.device)
-    _check_values({"ridge": ridge, **gates})
+    check_values({name: (tensor, RANGES[name]) for name, tensor in {"ridge": ridge, **gates}.items()})
     known["S"] = check_cu_seqlens(cu_seqlens, batch, time, q.device)
     if state is not None:
         _check_mesa_state(state, known, q.device)
     return Sizes(batch, time, heads, key, known["V"], known["S"])
 
 
-def _check_values(tensors: Mapping[str, Tensor]) -> None:
+def check_values(tensors: Mapping[str, tuple[Tensor, Range]]) -> None:
     """Refuse gates and ridges out of their range, or not a number; on a GPU all the answers come in one transfer."""
-    filled = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
+    filled = {name: tensor.detach() for name, (tensor, _) in tensors.items() if tensor.numel()}
     if not filled:
         return
     extremes = [extreme for name, tensor in filled.items() for extreme in _of_interest(name, tensor).aminmax()]
     values = iter(torch.stack(extremes).tolist())
     for name in filled:
         least, largest = next(values), next(values)
-        if not RANGES[name].holds(least, largest):
-            raise ValueError(f"{name}: got values from {least} to {largest}, expected {RANGES[name].description}")
+        allowed = tensors[name][1]
+        if not allowed.holds(least, largest):
+            raise ValueError(f"{name}: got values from {least} to {largest}, expected {allowed.description}")
 
 
 def _of_interest(name: str, tensor: Tensor) -> Tensor:

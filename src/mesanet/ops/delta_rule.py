@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mesanet.ops import reference
 from mesanet.ops.blocks import Block, BlockGates, ChunkGates, Tokens, Walk, crossing
+from mesanet.ops.checks import RANGES
 from mesanet.ops.chunks import ChunkLayout, chunk_layout
+from mesanet.ops.derivatives import first_derivative_only
 from mesanet.ops.gated import Argument, cast, check_gated, computing_dtype, zero_state
+from mesanet.ops.precision import own_precision
 
 
 def gated_delta_rule(
@@ -44,8 +46,12 @@ def gated_delta_rule(
     [B, T, H] of +1 and -1 makes forget gates negative. Returns the output [B, T, H, V] and the last state. Keys of
     length one keep the rule stable.
     """
-    given = {"log_decay": log_decay, "write": write, "sign": sign}
-    gates = {name: Argument(gate, "B T H") for name, gate in given.items()}
+    gates = {
+        "log_decay": Argument(log_decay, "B T H", RANGES["log_decay"]),
+        # DeltaNet's steps of up to two turn keys around, and none of any size is wrong in itself.
+        "write": Argument(write, "B T H", RANGES["free"]),
+        "sign": Argument(sign, "B T H", RANGES["sign"]),
+    }
     sizes = check_gated(q, k, v, gates, {"state": Argument(state, "S H K V")}, cu_seqlens, backend)
     dtype = computing_dtype(q, k, v)
     state = zero_state(sizes, dtype, q.device) if state is None else state.to(dtype)
@@ -76,7 +82,7 @@ class ChunkedDeltaRule(torch.autograd.Function):
         layout: ChunkLayout,
     ) -> tuple[Tensor, Tensor]:
         """Returns the output [B, T, H, V] and the states after the last token."""
-        with torch.autocast(q.device.type, enabled=False):
+        with own_precision(q.device):
             walk = Walk.plan(layout, q, state.dtype)
             gates = ChunkGates.split(walk, torch.zeros_like(write) if log_decay is None else log_decay, write, sign)
             states = walk.states(q.shape[-1], v.shape[-1], q.device)
@@ -101,12 +107,12 @@ class ChunkedDeltaRule(torch.autograd.Function):
             return output, last
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("mesanet.ops.gated_delta_rule")
     def backward(ctx: Any, grad_output: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for the six tensors of `forward`."""
         q, k, v, log_decay, write, sign, states, corrections, inverses = ctx.saved_tensors
         walk: Walk = ctx.walk
-        with torch.autocast(q.device.type, enabled=False):
+        with own_precision(q.device):
             gates = ChunkGates.split(walk, torch.zeros_like(write) if log_decay is None else log_decay, write, sign)
             grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v)]
             grad_decay, grad_write = torch.empty_like(gates.log_decay), torch.empty_like(gates.log_decay)

@@ -12,40 +12,29 @@ from torch import Tensor
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
-def first_derivative_only(name: str) -> Callable[[Backward], Backward]:
-    """Decorate the backward pass of an op of that name: it runs without a graph, and its results cannot be derived.
+def first_derivative_only(
+    name: str, instead: str = 'backend="reference" has derivatives of every order'
+) -> Callable[[Backward], Backward]:
+    """Decorate the backward pass of an op of that name: it refuses to take part in a graph of gradients.
 
-    PyTorch's own `once_differentiable` does the same, but its complaint names no op.
+    `instead` says what has higher derivatives.
+
+    PyTorch's own `once_differentiable` refuses later, when the graph is used, and not always: where the incoming
+    gradient has no graph itself, as that of a sum, or where `torch.autograd.grad` is asked for some tensors only, it
+    gives the results as constants, and what is derived from them is silently wrong.
     """
 
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def run(ctx: Any, *errors: Tensor) -> tuple[Tensor | None, ...]:
-            with torch.no_grad():
-                gradients = backward(ctx, *errors)
-            if not torch.is_grad_enabled():
-                return gradients
-            # With create_graph=True the results must have a graph, of which the only node refuses.
-            found = [gradient for gradient in gradients if gradient is not None]
-            guarded = iter(_Refusal.apply(name, torch.ones((), requires_grad=True), *found))  # type: ignore[no-untyped-call]
-            return tuple(None if gradient is None else next(guarded) for gradient in gradients)
+            # PyTorch enables gradients in a backward pass for create_graph=True, and for nothing else.
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{name}: got a request for second derivatives (create_graph=True), expected first ones only, as "
+                    f"their backward pass has no derivative; {instead}"
+                )
+            return backward(ctx, *errors)
 
         return run
 
     return decorate
-
-
-class _Refusal(torch.autograd.Function):
-    """The identity, with a backward pass that raises."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, _: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.name = name
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
-        raise RuntimeError(
-            f"{ctx.name}: got a request for second derivatives, expected first ones only, as their backward pass has "
-            'no derivative; backend="reference" has derivatives of every order'
-        )

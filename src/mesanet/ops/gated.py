@@ -8,14 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mesanet.ops.checks import Sizes, check_backend, check_cu_seqlens, check_like, check_shape
+from mesanet.ops.checks import Range, Sizes, check_backend, check_cu_seqlens, check_like, check_shape, check_values
 
 
 class Argument(NamedTuple):
-    """A gate or a state, and the shape that it must have; None where the caller left it out."""
+    """A gate or a state, the shape that it must have, and which numbers; no tensor where the caller left it out."""
 
     tensor: Tensor | None
     shape: str
+    range: Range | None = None
 
 
 def check_gated(
@@ -41,20 +42,31 @@ def check_gated(
     check_arguments(gates, known, q.device)
     check_arguments(states, known, q.device)
     check_states(states)
+    check_ranges(gates)
     return Sizes(batch, time, heads, key, known["V"], known["S"])
 
 
 def check_arguments(arguments: Mapping[str, Argument], known: Mapping[str, int], device: torch.device) -> None:
     """Refuse tensors of another shape, another device, or without real floating point numbers."""
-    for name, (tensor, shape) in arguments.items():
+    for name, (tensor, shape, _) in arguments.items():
         if tensor is not None:
             check_shape(name, tensor, shape, **known)
             check_like(name, tensor, device)
 
 
+def check_ranges(gates: Mapping[str, Argument]) -> None:
+    """Refuse gates out of their range, or not a number."""
+    given = {
+        name: (gate.tensor, gate.range)
+        for name, gate in gates.items()
+        if gate.tensor is not None and gate.range is not None
+    }
+    check_values(given)
+
+
 def check_states(states: Mapping[str, Argument]) -> None:
     """Refuse states of 16 bits, which lose what many small steps add."""
-    for name, (tensor, _) in states.items():
+    for name, (tensor, _, _) in states.items():
         if tensor is not None and tensor.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"{name}: got dtype {tensor.dtype}, expected float32 or float64: 16 bits lose the state")
 

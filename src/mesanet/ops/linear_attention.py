@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mesanet.ops import reference
 from mesanet.ops.blocks import Block, BlockGates, ChunkGates, Tokens, Walk, crossing
+from mesanet.ops.checks import RANGES
 from mesanet.ops.chunks import ChunkLayout, chunk_layout
+from mesanet.ops.derivatives import first_derivative_only
 from mesanet.ops.gated import Argument, cast, check_gated, computing_dtype, zero_state
+from mesanet.ops.precision import own_precision
 
 
 def gated_linear_attention(
@@ -38,9 +40,8 @@ def gated_linear_attention(
     [B, H, K, V], or [S, H, K, V] where `cu_seqlens` [S + 1] packs S sequences end to end in a batch of one. `sign`
     [B, T, H] of +1 and -1 makes forget gates negative. Returns the output [B, T, H, V] and the last state.
     """
-    gates = {
-        name: Argument(gate, "B T H") for name, gate in {"log_decay": log_decay, "write": write, "sign": sign}.items()
-    }
+    given = {"log_decay": log_decay, "write": write, "sign": sign}
+    gates = {name: Argument(gate, "B T H", RANGES[name]) for name, gate in given.items()}
     sizes = check_gated(q, k, v, gates, {"state": Argument(state, "S H K V")}, cu_seqlens, backend)
     dtype = computing_dtype(q, k, v)
     state = zero_state(sizes, dtype, q.device) if state is None else state.to(dtype)
@@ -88,7 +89,7 @@ class ChunkedLinearAttention(torch.autograd.Function):
 
         The channel of ones exists only if it is `normalised`, and only in a block of the values at a time.
         """
-        with torch.autocast(q.device.type, enabled=False):
+        with own_precision(q.device):
             walk = Walk.plan(layout, q, state.dtype)
             gates = ChunkGates.split(walk, log_decay, write, sign)
             channels = v.shape[-1]
@@ -118,13 +119,13 @@ class ChunkedLinearAttention(torch.autograd.Function):
             return output, merged, last
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("mesanet.ops.gated_linear_attention and mlstm")
     def backward(ctx: Any, grad_output: Tensor, grad_sums: Tensor, grad_state: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for the six tensors of `forward`."""
         q, k, v, log_decay, write, sign, states = ctx.saved_tensors
         walk: Walk = ctx.walk
         channels = v.shape[-1]
-        with torch.autocast(q.device.type, enabled=False):
+        with own_precision(q.device):
             gates = ChunkGates.split(walk, log_decay, write, sign)
             grads = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v)]
             grad_decay, grad_write = torch.empty_like(gates.log_decay), torch.empty_like(gates.log_decay)

@@ -16,11 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mesanet.ops import reference
+from mesanet.ops.checks import RANGES
 from mesanet.ops.chunks import ChunkLayout, chunk_layout
+from mesanet.ops.derivatives import first_derivative_only
 from mesanet.ops.gated import Argument, cast, check_gated, computing_dtype, zero_state
+from mesanet.ops.precision import own_precision
 
 CPU_TILE_BYTES = 1 << 20
 """Size of the states that are worked on together on a CPU: about what the second-level caches hold."""
@@ -41,7 +43,7 @@ def longhorn(
     where `cu_seqlens` [S + 1] packs S sequences end to end in a batch of one. Returns the output [B, T, H, V] and the
     last state.
     """
-    gates = {"precision": Argument(precision, "B T H V")}
+    gates = {"precision": Argument(precision, "B T H V", RANGES["precision"])}
     sizes = check_gated(q, k, v, gates, {"state": Argument(state, "S H K V")}, cu_seqlens, backend)
     dtype = computing_dtype(q, k, v)
     state = zero_state(sizes, dtype, q.device) if state is None else state.to(dtype)
@@ -64,7 +66,7 @@ def _one_token(q: Tensor, k: Tensor, v: Tensor, precision: Tensor, state: Tensor
     In the form that the reference has, (1 - k^2 step) kv, rounding to a number near one is repeated at every token, and
     over hundreds of like keys it adds up to twenty times the error of this one.
     """
-    with torch.autocast(q.device.type, enabled=False):
+    with own_precision(q.device):
         column = k.squeeze(1).unsqueeze(-1)
         step = reference.longhorn_step(k, precision).squeeze(1).unsqueeze(-2)
         error = (v.squeeze(1).unsqueeze(-2) - column * state) * column
@@ -80,7 +82,7 @@ class ScannedLonghorn(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, step: Tensor, state: Tensor, layout: ChunkLayout
     ) -> tuple[Tensor, Tensor]:
         """Returns the output [B, T, H, V] and the states after the last token."""
-        with torch.autocast(q.device.type, enabled=False):
+        with own_precision(q.device):
             query, key, value, rate = (_by_token(tensor, layout, state.dtype) for tensor in (q, k, v, step))
             output = torch.empty_like(value)
             last = state.clone(memory_format=torch.contiguous_format)
@@ -100,12 +102,12 @@ class ScannedLonghorn(torch.autograd.Function):
             return _from_token(output, layout, q.shape[2], v.dtype), last
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("mesanet.ops.longhorn")
     def backward(ctx: Any, grad_output: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for q, k, v, the steps and the initial state."""
         q, k, v, step, state, states = ctx.saved_tensors
         layout: ChunkLayout = ctx.layout
-        with torch.autocast(q.device.type, enabled=False):
+        with own_precision(q.device):
             tokens = [_by_token(tensor, layout, state.dtype) for tensor in (q, k, v, step, grad_output)]
             grads = [torch.empty_like(tensor) for tensor in tokens[:4]]
             grad_state = grad_last.contiguous().clone()

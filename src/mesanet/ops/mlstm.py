@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mesanet.ops import reference
+from mesanet.ops.checks import RANGES
+from mesanet.ops.derivatives import first_derivative_only
 from mesanet.ops.gated import Argument, cast, check_gated, computing_dtype, sequence_bounds, zero_state
 from mesanet.ops.linear_attention import normalised_linear_attention
+from mesanet.ops.reference.linear import STABILISER_FLOOR
 from mesanet.ops.state import MlstmState
 
 CPU_BLOCK = 64
 """Tokens that are scaled at once on a CPU."""
-STABILISER_FLOOR = -1e30
-"""Lowest stabiliser: it keeps tokens with both gates shut from making differences of infinities."""
 
 
 def mlstm(
@@ -47,7 +47,10 @@ def mlstm(
     state of B rows, or of S rows where `cu_seqlens` [S + 1] packs S sequences end to end in a batch of one. The queries
     are used as they come: xLSTM's factor K^-1/2 is the caller's. Returns the output [B, T, H, V] and the last state.
     """
-    gates = {name: Argument(gate, "B T H") for name, gate in {"log_forget": log_forget, "log_input": log_input}.items()}
+    gates = {
+        "log_forget": Argument(log_forget, "B T H", RANGES["log_decay"]),
+        "log_input": Argument(log_input, "B T H", RANGES["log_input"]),
+    }
     sizes = check_gated(q, k, v, gates, _arguments(state), cu_seqlens, backend)
     dtype = computing_dtype(q, k, v)
     if state is None:
@@ -86,7 +89,7 @@ class ScaledTokens(torch.autograd.Function):
         return product
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("mesanet.ops.mlstm")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         """Gradients for tensor and factor."""
         tensor, factor = ctx.saved_tensors

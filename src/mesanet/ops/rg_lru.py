@@ -15,18 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mesanet.ops import reference
-from mesanet.ops.checks import check_backend, check_cu_seqlens, check_shape
-from mesanet.ops.gated import Argument, check_arguments, check_states, computing_dtype
+from mesanet.ops.checks import RANGES, check_backend, check_cu_seqlens, check_shape
+from mesanet.ops.derivatives import first_derivative_only
+from mesanet.ops.gated import Argument, check_arguments, check_ranges, check_states, computing_dtype
+from mesanet.ops.reference.rg_lru import STEEPEST_ROOT
 
 CPU_BLOCK = 64
 """Tokens that a block has on a CPU."""
 SPAN = 64
 """Tokens that are scanned one after the other where spans are scanned side by side."""
-STEEPEST_ROOT = 1000.0
-"""Largest slope of the square root in the backward pass, as in Griffin: at a = 1 the true one is infinite."""
 
 
 def rg_lru(
@@ -46,9 +45,11 @@ def rg_lru(
     check_shape("x", x, "B T D")
     batch, time, width = x.shape
     known = {"B": batch, "T": time, "D": width, "S": check_cu_seqlens(cu_seqlens, batch, time, x.device)}
-    check_arguments({"x": Argument(x, "B T D"), "log_decay": Argument(log_decay, "B T D")}, known, x.device)
+    gates = {"log_decay": Argument(log_decay, "B T D", RANGES["log_decay"])}
+    check_arguments({"x": Argument(x, "B T D"), **gates}, known, x.device)
     check_arguments({"state": Argument(state, "S D")}, known, x.device)
     check_states({"state": Argument(state, "S D")})
+    check_ranges(gates)
     dtype = computing_dtype(x)
     state = x.new_zeros(known["S"], width, dtype=dtype) if state is None else state.to(dtype)
     # One token at a time has nothing to do in parallel.
@@ -132,7 +133,7 @@ class ScannedLru(torch.autograd.Function):
         return output, last.view(state.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only("mesanet.ops.rg_lru")
     def backward(ctx: Any, grad_output: Tensor, grad_last: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients for x, log_decay and the initial state."""
         x, log_decay, state, hidden = ctx.saved_tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from mesanet.errors import UserError
 from mesanet.io import write_json_atomic
-from mesanet.mixers import HeadMixer
+from mesanet.mixers import HeadMixer, Mixer
 from mesanet.model.backbone import LanguageModel
 from mesanet.training.checkpoint import gather_weights, write_weights
 from mesanet.training.distributed import Processes
@@ -36,22 +37,23 @@ def answer_refusals(model: LanguageModel) -> None:
     come to the same end, and the cause is looked for and written down.
     """
     for mixer in model.mixers():
-        if isinstance(mixer, HeadMixer):
-            setattr(mixer, "mix", answering(mixer, mixer.mix))  # noqa: B010 - a method, to the type checker
+        name = "mix" if isinstance(mixer, HeadMixer) else "forward"
+        setattr(mixer, name, answering(mixer, getattr(mixer, name)))
 
 
-def answering(mixer: HeadMixer, mix: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
-    """The mixer's rule, giving no numbers where it refuses some for not being finite."""
+def answering(mixer: Mixer, rule: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
+    """The mixer's rule, giving no numbers where it refuses some for not being finite; its output is like its input."""
 
-    def answer(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Any]:
+    def answer(*given: Any) -> tuple[Tensor, Any]:
         try:
-            return mix(q, k, v, *rest)
+            return rule(*given)
         except ValueError as error:
             if NOT_FINITE.search(str(error)) is None:
                 raise
         # Every parameter takes part: processes that average gradients wait for one of each.
-        everything = torch.stack([parameter.sum() for parameter in (q, k, *mixer.parameters())]).sum()
-        return v + everything * math.nan, None
+        *before, like = takewhile(lambda each: isinstance(each, Tensor), given)
+        everything = torch.stack([parameter.sum() for parameter in (*before, *mixer.parameters())]).sum()
+        return like + everything * math.nan, None
 
     return answer
 

@@ -9,7 +9,10 @@ from mesanet.ops.reference.sequences import forget_factor, outer, over_sequences
 from mesanet.ops.state import MlstmState
 
 STABILISER_FLOOR = -1e30
-"""Lowest stabiliser: what is written below exp(-1e30) is nothing beside the denominator's lower bound of one."""
+"""Lowest stabiliser: what is written below exp(-1e30) is nothing beside the denominator's lower bound of one.
+
+It keeps tokens with both gates shut from making differences of infinities.
+"""
 
 
 def gated_linear_attention(
