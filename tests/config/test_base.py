@@ -225,6 +225,13 @@ def test_check_fields_refuses_wrong_types_at_construction() -> None:
         Adam(rate="x")  # type: ignore[arg-type]
 
 
+def test_a_list_becomes_the_tuple_that_a_frozen_config_holds() -> None:
+    assert Adam(betas=[0.5, 0.6]) == Adam(betas=(0.5, 0.6))  # type: ignore[arg-type]
+    assert isinstance(Adam(betas=[0.5, 0.6]).betas, tuple)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="betas: got"):
+        Adam(betas=[0.5, "x"])  # type: ignore[list-item, arg-type]
+
+
 def test_configs_that_nothing_tells_apart_are_a_programming_error() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Ambiguous:

@@ -121,6 +121,30 @@ def test_top_k_and_top_p_keep_the_right_tokens() -> None:
     assert kept(top_k=2, top_p=0.5) == [1]
 
 
+def test_top_k_keeps_no_more_where_tokens_are_alike() -> None:
+    logits = torch.tensor([[0.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+    kept = truncated(logits, GenerationConfig(top_k=2)) > -torch.inf
+    assert kept.sum(dim=-1).tolist() == [2, 2]
+    assert not kept[0, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("pattern", ["attention", "gla", "hawk"])
+def test_a_model_that_has_diverged_is_refused(pattern: str, temperature: float) -> None:
+    """Whether a rule refuses its gates, or the logits come out as no numbers."""
+    model = small(pattern)
+    with torch.no_grad():
+        model.embedding.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="nan") as refusal:
+        generate(model, PROMPTS, GenerationConfig(temperature=temperature, max_tokens=3))
+    told = " ".join([str(refusal.value), *getattr(refusal.value, "__notes__", [])])
+    assert "diverged" in told
+
+
+def test_stop_ids_may_be_a_list() -> None:
+    assert GenerationConfig(stop_ids=[3]) == GenerationConfig(stop_ids=(3,))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     "settings", [{"top_p": 1e-300}, {"top_p": 1e-300, "top_k": 5}, {"temperature": 1e-38}, {"temperature": 5e-324}]
 )

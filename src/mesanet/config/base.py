@@ -97,12 +97,16 @@ def from_json(kind: type[Config], text: str) -> Config:
 
 
 def check_fields(config: Any) -> None:
-    """Refuse a config in which some field's value does not have the declared type."""
+    """Refuse a config in which some field's value does not have the declared type; a list becomes a tuple."""
+    types = _types(type(config))
     for field in fields(config):
-        value = getattr(config, field.name)
-        if not _fits(value, _types(type(config))[field.name]):
-            accepted = _expected(_types(type(config))[field.name])
-            raise ConfigError(field.name, f"got {_shown(value)}, expected {accepted}")
+        value, kind = getattr(config, field.name), types[field.name]
+        if isinstance(value, list) and get_origin(kind) is tuple:
+            # A frozen config holds nothing that can be changed.
+            value = tuple(value)
+            object.__setattr__(config, field.name, value)
+        if not _fits(value, kind):
+            raise ConfigError(field.name, f"got {_shown(value)}, expected {_expected(kind)}")
 
 
 def _types(kind: type) -> dict[str, Any]:

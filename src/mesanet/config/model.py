@@ -114,10 +114,6 @@ class ModelConfig:
     """Data type of the parameters."""
 
     def __post_init__(self) -> None:
-        for name in ("mixers", "forget_bias"):
-            if isinstance(getattr(self, name), list):
-                # As they come from JSON; a frozen config holds nothing that can be changed.
-                object.__setattr__(self, name, tuple(getattr(self, name)))
         check_fields(self)
         check_not_empty("mixers", self.mixers)
         for name in self.mixers:

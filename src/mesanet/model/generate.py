@@ -113,7 +113,12 @@ def _check_stop_ids(config: GenerationConfig, model: LanguageModel) -> None:
 def _advance(model: LanguageModel, tokens: Tensor, cache: Cache | None, mask: Tensor | None) -> tuple[Tensor, Cache]:
     """One forward pass in inference mode of the solver, without a graph; the logits after the last token."""
     with torch.no_grad(), evaluating(model):
-        logits, cache = model(tokens, cache, mask=mask, last=1)
+        try:
+            logits, cache = model(tokens, cache, mask=mask, last=1)
+        except ValueError as error:
+            if "nan" in str(error):
+                error.add_note("the model has diverged")
+            raise
     return logits[:, -1], cache
 
 

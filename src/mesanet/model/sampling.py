@@ -21,6 +21,10 @@ class Sampler:
 
     def choose(self, logits: Tensor, rows: list[int]) -> Tensor:
         """[B] tokens for these rows from logits [B, vocabulary]."""
+        best = logits.max(dim=-1).values
+        if not bool(best.isfinite().all()):
+            # Of such a row the first token would be taken without end, or one that there is not.
+            raise ValueError(f"the model's logits are not numbers ({best.tolist()} at best): it has diverged")
         if self.config.temperature == 0:
             return logits.argmax(dim=-1)
         likely, tokens = truncated(logits, self.config).sort(dim=-1, descending=True, stable=True)
@@ -49,8 +53,9 @@ def truncated(logits: Tensor, config: GenerationConfig) -> Tensor:
     # The largest first becomes zero: a tiny temperature then takes the others to minus infinity, and nothing to NaN.
     logits = (logits.double() - logits.max(dim=-1, keepdim=True).values) / config.temperature
     if config.top_k is not None and config.top_k < logits.shape[-1]:
-        smallest = logits.topk(config.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
+        # By place rather than by size, or all that are as likely as the last of them would stay.
+        kept = logits.topk(config.top_k, dim=-1)
+        logits = torch.full_like(logits, -torch.inf).scatter(1, kept.indices, kept.values)
     if config.top_p is not None and config.top_p < 1:
         ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
         probabilities = ordered.softmax(dim=-1)
