@@ -20,13 +20,15 @@ WORKERS ?= 2
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
-.venv/bin/python:
+# A stamp rather than .venv/bin/python, which is there before pip is: what was interrupted is made anew.
+.venv/.created:
 	@python=$$($(find_python) || true); \
 	if [[ -z "$$python" ]]; then echo "Python 3.11 or newer is needed; set PYTHON=/path/to/python3.11" >&2; exit 2; fi; \
-	"$$python" -m venv .venv
+	"$$python" -m venv --clear .venv || { echo "Making .venv failed; on Debian, apt install python3-venv" >&2; exit 2; }; \
+	touch $@
 
 # torch comes first and alone: its own requirements then are already met when the rest is resolved.
-$(runtime): | .venv/bin/python
+$(runtime): | .venv/.created
 	@echo "Setting up .venv (runtime)"
 	@$(install) torch==2.13.0
 	@$(install) -c constraints.txt -e '.[demo]'

@@ -84,3 +84,14 @@ def test_the_seed_decides() -> None:
 def test_gates_and_ridge_stay_float32() -> None:
     inputs = mixed_heads(heads=4, dtype=torch.bfloat16, **SIZES)
     assert [tensor.dtype for tensor in inputs] == [torch.bfloat16] * 3 + [torch.float32] * 3
+
+
+def test_strong_gates_are_a_share_of_the_tokens_and_nothing_else_changes() -> None:
+    usual, strong = (mixed_heads(heads=4, strong_gates=share, **SIZES) for share in (0.0, 0.1))
+    hit = strong.log_decay != usual.log_decay
+    assert torch.equal(hit, hit[:, :, :1].expand_as(hit))
+    # 600 draws: five standard deviations about 60.
+    assert 23 < int(hit[:, :, 0].sum()) < 97
+    torch.testing.assert_close(strong.log_decay.exp()[hit], 0.05 * usual.log_decay.exp()[hit], rtol=1e-5, atol=0)
+    for name in ("q", "k", "v", "write", "ridge"):
+        assert torch.equal(getattr(usual, name), getattr(strong, name))

@@ -50,6 +50,12 @@ def test_record_table_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "time(128) / time(32)" in shown
 
 
+def test_the_heads_can_be_chosen(tmp_path: Path) -> None:
+    words = ["--lengths", "64", "--gamma", "1", "1", "--strong-gates", "0.1", "--correlated"]
+    assert bench(*SMALL, *words, "--out", str(tmp_path)) == 0
+    assert json.loads((tmp_path / "op.json").read_text())["gamma_ranges"] == [[1.0, 1.0]]
+
+
 def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(*SMALL, "--lengths", str(2**40), "--out", str(tmp_path)) == 0
     assert "Nothing fitted" in capsys.readouterr().out
@@ -63,6 +69,9 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["--lengths", "0"], "lengths"),
         (["--tolerance", "1"], "tolerance"),
         (["--device", "abacus"], "device"),
+        (["--device", "meta"], "device"),
+        (["--gamma", "0.5", "1.5"], "gamma"),
+        (["--strong-gates", "2"], "strong_gates"),
         (["--dtype", "float8"], "dtype"),
     ],
 )

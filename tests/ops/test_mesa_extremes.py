@@ -136,3 +136,28 @@ def test_extreme_heads_leave_their_neighbours_alone() -> None:
         # The default tolerance, times a condition number of some tens.
         assert relative_error(got.output[:, :, 0], ordinary[:, :time]) < 1e-2
         assert bool(got.output.isfinite().all())
+
+
+@pytest.mark.parametrize("time", [1, 64, 70])
+def test_a_query_that_is_no_number_did_not_converge(time: int) -> None:
+    inputs = make_inputs(2, time, 2, 6, 4)
+    expected = mesa(*inputs[:6], inputs.state)
+    q = inputs.q.clone()
+    q[1, -1, 0] = torch.nan
+    got = mesa(q, *inputs[1:6], inputs.state)
+    assert int(got.steps[1, -1, 0]) == 30
+    sound = torch.ones(2, time, 2, dtype=torch.bool)
+    sound[1, -1, 0] = False
+    # A factorisation that one token misses is not what the others end with: they are as good, but not bit-equal.
+    torch.testing.assert_close(got.output[sound], expected.output[sound], rtol=1e-3, atol=1e-3)
+    assert bool((got.steps[sound] < 30).all())
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("time", [1, 64, 70])
+def test_the_output_can_be_changed_in_place(batch: int, time: int) -> None:
+    inputs = make_inputs(batch, time, 2, 6, 4).with_grad()
+    output = mesa(*inputs[:6], inputs.state).output
+    output.mul_(2).sum().backward()
+    (expected,) = torch.autograd.grad(2 * mesa(*inputs[:6], inputs.state).output.sum(), inputs.v)
+    torch.testing.assert_close(inputs.v.grad, expected)

@@ -112,7 +112,7 @@ def test_strong_gates_in_stiff_heads_are_paid_for_where_they_are(gate: float, mo
 
 
 def test_stiff_heads_cost_less_than_thirty_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A use of the preconditioner is less work than a product with the systems; its making is timed in `results`."""
+    """A use of the preconditioner is less work than a product with the systems; times: `bench_op_stiff.json`."""
     inputs = mixed_heads(batch=1, time=1024, heads=4, key_size=128, value_size=8, correlated=True)
     stiff = [tensor[:, :, :2] for tensor in inputs[:5]]
     rows = Rows(monkeypatch)

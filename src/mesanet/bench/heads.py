@@ -6,6 +6,7 @@ about a trained layer, which has all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,14 +61,17 @@ def mixed_heads(
     key_size: int,
     value_size: int,
     correlated: bool = False,
+    gamma_ranges: Sequence[tuple[float, float]] = GAMMA_RANGES,
+    strong_gates: float = 0.0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> MesaInputs:
-    """Draw inputs of which each quarter of the heads has its range of `GAMMA_RANGES`.
+    """Draw inputs of which each part of the heads, a quarter by default, has its range of `gamma_ranges`.
 
     Queries and keys are `unit_vectors`, each with axes of their own if they are correlated. The write gates are uniform
-    in 0..1 and the ridge is uniform in 0.25..1.
+    in 0..1, the ridge in 0.25..1. At a share `strong_gates` of the tokens all heads of a sequence keep only 5 %
+    of what they would else have kept.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -77,14 +81,17 @@ def mixed_heads(
     queries, keys = (
         unit_vectors(batch, time, heads, key_size, correlated=correlated, generator=generator) for _ in range(2)
     )
-    ranges = torch.tensor([GAMMA_RANGES[head * len(GAMMA_RANGES) // heads] for head in range(heads)])
+    ranges = torch.tensor([gamma_ranges[head * len(gamma_ranges) // heads] for head in range(heads)])
     low, high = ranges.unbind(-1)
     gamma = low + (high - low) * uniform(batch, time, heads)
+    write, ridge = uniform(batch, time, heads), 0.25 + 0.75 * uniform(heads, key_size)
+    values = torch.randn(batch, time, heads, value_size, generator=generator)
+    gamma = torch.where(uniform(batch, time, 1) < strong_gates, 0.05 * gamma, gamma)
     return MesaInputs(
         q=queries.to(device, dtype),
         k=keys.to(device, dtype),
-        v=torch.randn(batch, time, heads, value_size, generator=generator).to(device, dtype),
+        v=values.to(device, dtype),
         log_decay=gamma.log().to(device),
-        write=uniform(batch, time, heads).to(device),
-        ridge=(0.25 + 0.75 * uniform(heads, key_size)).to(device),
+        write=write.to(device),
+        ridge=ridge.to(device),
     )

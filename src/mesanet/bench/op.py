@@ -32,8 +32,8 @@ DataType = Literal["float32", "bfloat16", "float16"]
 class OpBenchmark:
     """Time the Mesa op, forward and forward+backward, beside causal softmax attention and a large matrix product.
 
-    All of them run in turns within one process, best of several rounds. The heads are mixed: a quarter each with
-    gamma 1, 0.9975, uniform in 0.9..1 and uniform in 0.5..1.
+    All of them run in turns within one process, best of several rounds. Unless `gamma` is given, the heads are mixed: a
+    quarter each with gamma 1, 0.9975, uniform in 0.9..1 and uniform in 0.5..1.
     """
 
     lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
@@ -56,6 +56,10 @@ class OpBenchmark:
     """Steps of the plain solver (no preconditioner, no early stop) in the measurement of its rate."""
     correlated: bool = False
     """Draw correlated keys, which make the systems stiff."""
+    gamma: tuple[float, float] | None = None
+    """Draw the forget gates of all heads from this range; None mixes the heads."""
+    strong_gates: float = 0.0
+    """Share of the tokens at which all heads keep only 5 % of what they would else have kept."""
     repeats: int = 3
     """Rounds that count, after one that does not. In each, everything is timed twice in a row."""
     seconds_per_length: float = 300.0
@@ -81,6 +85,9 @@ class OpBenchmark:
                 check_positive(name, getattr(self, name))
         check_in_range("max_steps", self.max_steps, low=0)
         check_in_range("tolerance", self.tolerance, low=0, high=1, high_open=True)
+        check_in_range("strong_gates", self.strong_gates, low=0, high=1)
+        for position, gamma in enumerate(self.gamma or ()):
+            check_in_range(f"gamma[{position}]", gamma, low=0, high=1)
 
 
 def run_op_benchmark(options: OpBenchmark) -> dict[str, Any]:
@@ -89,13 +96,15 @@ def run_op_benchmark(options: OpBenchmark) -> dict[str, Any]:
     The record is written anew after every length, so that an interrupted run keeps what it has measured.
     """
     device = checked_device(options.device)
-    import_optional("matplotlib.figure", "report")  # Better missed now than after minutes of measuring.
+    # Better missed now than after minutes of measuring.
+    import_optional("matplotlib.figure", "report")
+    options.out.mkdir(parents=True, exist_ok=True)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     record: dict[str, Any] = {
         "benchmark": "op",
         "settings": to_dict(options),
-        "gamma_ranges": [list(bounds) for bounds in GAMMA_RANGES],
+        "gamma_ranges": [list(bounds) for bounds in gamma_ranges(options)],
         "matrix_size": MATRIX_SIZE,
         "machine": machine(device),
         "lengths": [],
@@ -110,11 +119,16 @@ def run_op_benchmark(options: OpBenchmark) -> dict[str, Any]:
     return record
 
 
+def gamma_ranges(options: OpBenchmark) -> Sequence[tuple[float, float]]:
+    """The range of the forget gates of each part of the heads."""
+    return GAMMA_RANGES if options.gamma is None else (options.gamma,)
+
+
 def checked_device(name: str) -> torch.device:
     """Return the device, or raise ValueError if there is no such device here."""
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device: got {name!r}, expected one that torch can use here, such as 'cpu'") from error
     return device
@@ -134,6 +148,8 @@ def measure(options: OpBenchmark, length: int, device: torch.device) -> dict[str
         key_size=options.key_size,
         value_size=value_size,
         correlated=options.correlated,
+        gamma_ranges=gamma_ranges(options),
+        strong_gates=options.strong_gates,
         dtype=getattr(torch, options.dtype),
         device=device,
         seed=options.seed,
