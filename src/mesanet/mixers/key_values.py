@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from mesanet.mixers.layout import join_history
 
+_CLAIMING = Lock()
+"""One for all buffers: a buffer with its own could be neither copied nor pickled."""
+
 
 class _Buffer:
     """Room for keys and values, filled from the left."""
@@ -18,7 +22,18 @@ class _Buffer:
     def __init__(self, keys: Tensor, values: Tensor, used: int) -> None:
         self.keys = keys
         self.values = values
-        self.used = used
+        self._used = used
+
+    def claim(self, begin: int, end: int) -> bool:
+        """Take these slots for oneself, if they exist and `begin` is the first that nobody else has taken.
+
+        To be asked before anything is written: of several threads that append to the same value one gets them.
+        """
+        with _CLAIMING:
+            if self._used != begin or end > self.keys.shape[2]:
+                return False
+            self._used = end
+            return True
 
 
 class KeyValues:
@@ -59,10 +74,11 @@ class KeyValues:
         if not in_place or (torch.is_grad_enabled() and self._differentiable()):
             joined = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
             return KeyValues(_Buffer(*joined, slots), slots, valid)
-        buffer = self._buffer if self._can_write(slots) else self._grown(slots)
+        buffer = self._buffer
+        if self._frozen() or not buffer.claim(self.slots, slots):
+            buffer = self._grown(slots)
         buffer.keys[:, :, self.slots : slots] = keys
         buffer.values[:, :, self.slots : slots] = values
-        buffer.used = slots
         return KeyValues(buffer, slots, valid)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> KeyValues:
@@ -82,21 +98,22 @@ class KeyValues:
         """Whether autograd watches what is in the buffer."""
         return self._buffer.keys.requires_grad or self._buffer.values.requires_grad
 
-    def _can_write(self, slots: int) -> bool:
-        """Whether nobody else has written behind our slots, there is room, and autograd does not watch."""
-        keys = self._buffer.keys
-        frozen = self._differentiable() or (keys.is_inference() and not torch.is_inference_mode_enabled())
-        return self._buffer.used == self.slots and slots <= keys.shape[2] and not frozen
+    def _frozen(self) -> bool:
+        """Whether PyTorch forbids to write into the buffer, or autograd watches it."""
+        return self._differentiable() or (self._buffer.keys.is_inference() and not torch.is_inference_mode_enabled())
 
     def _grown(self, slots: int) -> _Buffer:
-        """A copy with room for at least twice as much, so that n appended tokens cost O(n) copies."""
+        """A copy with room for at least twice as much, so that n appended tokens cost O(n) copies.
+
+        The first `slots` are taken.
+        """
         capacity = max(2 * slots, 64)
         copies = []
         for old in (self.keys, self.values):
             room = old.new_empty(*old.shape[:2], capacity, old.shape[3])
             room[:, :, : self.slots] = old.detach()
             copies.append(room)
-        return _Buffer(copies[0], copies[1], self.slots)
+        return _Buffer(copies[0], copies[1], slots)
 
     def row(self, row: int) -> KeyValues:
         """One row, without its padding."""

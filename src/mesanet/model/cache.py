@@ -57,7 +57,7 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Size of all tensors that have to be kept."""
+        """Size of all that has to be kept; attention's buffer may have as much room again for tokens to come."""
         return sum(tensor.nbytes for state in self.states for tensor in state_tensors(state))
 
     def select(self, rows: Tensor) -> Cache:
