@@ -13,10 +13,7 @@ from mesanet.mixers import MIXERS
 from mesanet.mixers.attention import Attention, SlidingWindow
 from mesanet.mixers.layout import dense_layout
 from mesanet.mixers.mesa import Mesa
-from mesanet.model import loss as loss_module
 from mesanet.model.backbone import LanguageModel
-from mesanet.model.layers import soft_cap
-from mesanet.model.loss import chunked_loss
 
 
 def small(*mixers: str, **changes: object) -> LanguageModel:
@@ -106,35 +103,6 @@ def test_weight_decay_leaves_embeddings_norms_biases_and_ridge_alone(name: str) 
         free = "norm" in label or "embedding" in label or last in ("bias", "ridge_parameter", "forget_parameter")
         assert (id(parameter) in undecayed) == free, label
     assert [group["weight_decay"] for group in model.parameter_groups(weight_decay=0.1)] == [0.1, 0.0]
-
-
-@pytest.mark.parametrize("chunk", [61 * 3, 61 * 1000])
-def test_the_chunked_loss_is_cross_entropy(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", chunk)
-    hidden = (3 * torch.randn(2, 7, 16, dtype=torch.float64)).requires_grad_()
-    table = torch.randn(61, 16, dtype=torch.float64, requires_grad=True)
-    targets = torch.randint(61, (2, 7))
-    targets[0, 3] = targets[1, 0] = -100
-    logits = soft_cap(hidden @ table.T, 5.0)
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    mean, each = chunked_loss(hidden, table, targets, 5.0)
-    torch.testing.assert_close(mean, expected)
-    torch.testing.assert_close(
-        each, torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none", ignore_index=-100)
-    )
-    wanted = torch.autograd.grad(2 * expected, (hidden, table))
-    for actual, gradient in zip(torch.autograd.grad(2 * mean, (hidden, table)), wanted, strict=True):
-        torch.testing.assert_close(actual, gradient)
-    nothing, _ = chunked_loss(hidden, table, torch.full((2, 7), -1), 5.0)
-    assert nothing.item() == 0
-
-
-def test_second_derivatives_of_the_loss_are_refused() -> None:
-    """A penalty on the gradient would otherwise count it as a constant."""
-    hidden = torch.randn(2, 7, 16, requires_grad=True)
-    mean, _ = chunked_loss(hidden, torch.randn(61, 16), torch.randint(61, (2, 7)), 30.0)
-    with pytest.raises(RuntimeError, match="chunked_loss: got a request for second derivatives"):
-        torch.autograd.grad(mean, hidden, create_graph=True)
 
 
 def test_the_logits_of_the_last_tokens_only() -> None:
@@ -337,8 +305,6 @@ def test_mistakes_are_named() -> None:
         model(tokens[:1], cu_seqlens=torch.tensor([0, 3]))
     with pytest.raises(ValueError, match="batch size 2 with cu_seqlens"):
         model(tokens, cu_seqlens=torch.tensor([0, 5]))
-    with pytest.raises(ValueError, match="targets: got shape"):
-        model.loss(tokens, tokens[:, 1:])
 
 
 @pytest.mark.parametrize("name", [name for name, kind in MIXERS.items() if not kind.signed_gates])

@@ -20,7 +20,7 @@ from mesanet.mixers.layout import Layout, dense_layout, packed_layout
 from mesanet.mixers.mesa import Mesa, config_of
 from mesanet.model.cache import Cache
 from mesanet.model.layers import SwiGLU, soft_cap
-from mesanet.model.loss import chunked_loss
+from mesanet.model.loss import IGNORED, checked_targets, chunked_loss
 
 DTYPES = {
     "float32": torch.float32,
@@ -161,7 +161,11 @@ class LanguageModel(nn.Module):
         mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Mean negative log likelihood of the targets [B, T] that are not negative; never holds all logits at once."""
+        """Mean negative log likelihood of the targets [B, T] that count; never holds all logits at once.
+
+        Those below zero do not, nor those of tokens that are padding by `mask`: a target belongs to the token that it
+        comes after. Where padding follows a real token, the target of that token has to be below zero.
+        """
         return self.losses(tokens, targets, cache=cache, mask=mask, cu_seqlens=cu_seqlens)[0]
 
     def losses(
@@ -174,11 +178,14 @@ class LanguageModel(nn.Module):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Cache]:
         """The mean loss, the loss of each token [B, T] (without a gradient, zero where ignored), and the cache."""
-        if targets.shape != tokens.shape:
+        if targets.shape != tokens.shape[:2]:
             raise ValueError(
-                f"targets: got shape {tuple(targets.shape)}, expected that of tokens, {tuple(tokens.shape)}"
+                f"targets: got shape {tuple(targets.shape)}, expected that of tokens, {tuple(tokens.shape[:2])}"
             )
+        targets = checked_targets(targets, self.embedding.weight.shape[0])
         hidden, cache = self.hidden(tokens, cache, mask=mask, cu_seqlens=cu_seqlens)
+        if mask is not None:
+            targets = targets.masked_fill(~mask.bool(), IGNORED)
         mean, each = chunked_loss(hidden, self.embedding.weight, targets, self._built_from.logits_cap)
         return mean, each, cache
 

@@ -25,7 +25,7 @@ from mesanet.config.model import ModelConfig
 from mesanet.model.backbone import DTYPES, LanguageModel
 from mesanet.model.cache import Cache
 from mesanet.model.files import MODEL_TYPE
-from mesanet.model.loss import chunked_loss
+from mesanet.model.loss import checked_targets, chunked_loss
 
 
 class MesaNetConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -332,7 +332,8 @@ class MesaNetForCausalLM(MesaNetPreTrainedModel, GenerationMixin):  # type: igno
         if labels is not None:
             table = self.model.embedding.weight
             cap = self.model.config.logits_cap
-            loss, _ = chunked_loss(hidden[:, :-1], table, labels[:, 1:].to(hidden.device), cap)
+            targets = checked_targets(labels, table.shape[0])[:, 1:].to(hidden.device)
+            loss, _ = chunked_loss(hidden[:, :-1], table, targets, cap)
         if labels is None or not self.training:
             kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
             logits = self.model.logits(hidden[:, kept])
