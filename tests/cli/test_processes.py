@@ -11,6 +11,7 @@ from tests.training.test_distributed import free_port
 from tests.training.tiny import prepare_tiny, start, tiny_run
 
 from mesanet.cli import main
+from mesanet.cli.dispatch import report_errors
 from mesanet.cli.processes import only_first_speaks
 from mesanet.config.base import to_json
 from mesanet.errors import UserError
@@ -45,6 +46,18 @@ def test_what_the_first_one_says_is_not_said_again(
     assert isinstance(raised_by("0", told(UserError("full")), monkeypatch), UserError)
     assert isinstance(raised_by("1", ZeroDivisionError(), monkeypatch), ZeroDivisionError)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_every_process_of_an_interrupted_run_says_so_with_its_code(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(words: list[str]) -> None:
+        with only_first_speaks():
+            raise KeyboardInterrupt
+
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit) as ended:
+        report_errors(interrupted, [])
+    assert ended.value.code == 130
 
 
 def second_process(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:

@@ -6,16 +6,22 @@ import json
 import math
 import os
 import platform
+import re
+import signal
 import socket
 import subprocess
 import sys
+import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from tests.training.tiny import assert_same_weights, losses, metrics, start, tiny_run
 
 from mesanet.config.base import to_json
@@ -23,9 +29,10 @@ from mesanet.config.training import RunConfig, TrainingConfig
 from mesanet.data.dataset import open_dataset
 from mesanet.data.loader import make_batches
 from mesanet.errors import UserError
+from mesanet.model.backbone import LanguageModel
 from mesanet.model.files import read_weights
 from mesanet.training.diagnosis import NonFiniteError
-from mesanet.training.distributed import connect
+from mesanet.training.distributed import Processes, connect, share_model
 from mesanet.training.run import train
 
 
@@ -194,6 +201,34 @@ def test_what_goes_wrong_in_the_first_process_is_raised_in_all(tmp_path: Path) -
     assert told["1-2"] == "RuntimeError AwkwardError: no"
 
 
+def leave_in_the_middle(config: RunConfig, out: Path) -> None:
+    """Leave the group by an exception, and note whether the wrapped model was gone when the group ended."""
+    wrapped: list[weakref.ref[torch.nn.Module]] = []
+    destroy = dist.destroy_process_group
+
+    def work(processes: Processes) -> None:
+        module = share_model(LanguageModel(config.model), config.training, processes)
+        wrapped.append(weakref.ref(module))
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError as error:
+            raise KeyboardInterrupt from error
+
+    def look(group: dist.ProcessGroup | None = None) -> None:
+        (out / os.environ["RANK"]).write_text(str([module() for module in wrapped]))
+        destroy(group)
+
+    dist.destroy_process_group = look
+    with pytest.raises(KeyboardInterrupt), connect(config.training) as processes:
+        work(processes)
+
+
+def test_the_wrapped_model_goes_before_the_group(tiny_data: Path, tmp_path: Path) -> None:
+    """A ddp model that is the last to hold a group waits for its threads for ever, about every other time."""
+    run_together(leave_in_the_middle, tiny_run(tiny_data, parallel="ddp"), tmp_path)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[None]"] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 @pytest.mark.parametrize("mixers", [("mesa",), ("attention", "gated_deltanet")], ids="-".join)
@@ -229,13 +264,19 @@ def test_two_processes_resume_bit_for_bit(tiny_data: Path, tmp_path: Path) -> No
     assert metrics(tmp_path / "run") == before
 
 
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mesanet"]
+TRAIN = ["train", "--config", "run.json", "--out", "run"]
+
+
+def source(repository: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(repository / "src"), "OMP_NUM_THREADS": "1"}
+
+
 def torchrun(folder: Path, repository: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(repository / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mesanet"]
     return subprocess.run(
-        [*command, "train", "--config", "run.json", "--out", "run", *words],
+        [*LAUNCHER, *TRAIN, *words],
         cwd=folder,
-        env=environment,
+        env=source(repository),
         capture_output=True,
         text=True,
         check=False,
@@ -257,3 +298,33 @@ def test_torchrun_runs_the_command_and_one_process_speaks(
     assert done.stdout.count("\n") == 1
     assert "run/model: 12 steps" in done.stdout
     assert losses(tmp_path / "run") == pytest.approx(losses(alone), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_job_that_is_told_to_stop_saves_and_is_gone(
+    tiny_data: Path, tmp_path: Path, repository: Path, parallel: str
+) -> None:
+    """SIGTERM to the launcher and to its workers, to which the launcher sends it on."""
+    config = tiny_run(tiny_data, steps=100_000, validation_interval=0, checkpoint_interval=100_000, parallel=parallel)
+    (tmp_path / "run.json").write_text(to_json(config))
+    records = tmp_path / "run" / "metrics.jsonl"
+    with (tmp_path / "log").open("wb") as log:
+        launcher = psutil.Popen([*LAUNCHER, *TRAIN], cwd=tmp_path, env=source(repository), stdout=log, stderr=log)
+    while not records.exists() or records.read_bytes().count(b"\n") < 5:
+        assert launcher.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.02)
+    workers = launcher.children()
+    for process in (*workers, launcher):
+        process.send_signal(signal.SIGTERM)
+    # The launcher kills workers after 30 seconds.
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    for process in alive:
+        process.kill()
+    launcher.wait()
+    assert len(workers) == 2
+    assert not alive
+    told = (tmp_path / "log").read_text()
+    (step,) = re.findall(r"stopped at step (\d+), which is saved; go on with --resume", told)
+    assert told.count("mesanet: interrupted") == 1
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step_{int(step):08}"]

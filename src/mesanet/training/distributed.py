@@ -5,8 +5,10 @@ torchrun starts the processes and tells them about each other; torch.distributed
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -120,8 +122,23 @@ def connect(config: TrainingConfig) -> Iterator[Processes]:
     patient = dist.new_group(backend="gloo", timeout=PATIENCE)
     try:
         yield Processes(rank, count, device, patient)
+    except BaseException as error:
+        clear_frames(error)
+        raise
     finally:
+        # What ddp wraps a model in has to go before the groups do. As the last one to hold a group it would wait for
+        # gloo's threads without letting go of the interpreter, which these may need for an end of their own.
+        gc.collect()
         dist.destroy_process_group(None if not already else patient)
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Let go of what the functions that an exception has left were working on; where it came from can still be told."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def choose_device(name: str) -> torch.device:
