@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mesanet.bench.costs import weight_operations
 from mesanet.config.model import MIXER_NAMES, ModelConfig, SolverConfig
-from mesanet.mixers import MIXERS
+from mesanet.mixers import MIXERS, Layout, Mixer
 from mesanet.mixers.attention import Attention, SlidingWindow
 from mesanet.mixers.layout import dense_layout
 from mesanet.mixers.mesa import Mesa
@@ -103,6 +105,29 @@ def test_weight_decay_leaves_embeddings_norms_biases_and_ridge_alone(name: str) 
         free = "norm" in label or "embedding" in label or last in ("bias", "ridge_parameter", "forget_parameter")
         assert (id(parameter) in undecayed) == free, label
     assert [group["weight_decay"] for group in model.parameter_groups(weight_decay=0.1)] == [0.1, 0.0]
+
+
+class Averages(Mixer):
+    """The mean of all tokens so far, with a layer of PyTorch's own."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__(config, layer)
+        self.project = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor, layout: Layout, state: Any) -> tuple[Tensor, Any]:
+        counts = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
+        return self.project(x.cumsum(dim=1) / counts), None
+
+
+def test_layers_of_pytorch_in_a_mixer_decay_and_cost_like_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MIXERS, "averages", Averages)
+    model = small("averages")
+    decayed, undecayed = ({id(each) for each in group["params"]} for group in model.parameter_groups(0.1))
+    for mixer in model.mixers():
+        assert id(mixer.project.weight) in decayed
+        assert id(mixer.project.bias) in undecayed
+    mlp, projection, table = 3 * 32 * 96, 32 * 32, 61 * 32
+    assert weight_operations(model.config) == 2 * (2 * (mlp + projection) + table)
 
 
 def test_the_logits_of_the_last_tokens_only() -> None:
@@ -301,6 +326,10 @@ def test_mistakes_are_named() -> None:
         model(tokens, mask=torch.ones(2, 4, dtype=torch.bool))
     with pytest.raises(ValueError, match="cache: has 2 rows, but the tokens have 1"):
         model(tokens[:1], cache)
+    with pytest.raises(ValueError, match=r"cache: is of a model with 2 layers, this one has 3"):
+        small("gla", layers=3)(tokens, cache)
+    with pytest.raises(ValueError, match=r"cache: is of a model with the mixers gla, gla, this one has hawk, mesa"):
+        small("hawk", "mesa")(tokens, cache.select(torch.tensor([0, 1])))
     with pytest.raises(ValueError, match=r"cu_seqlens: got \[0, 3\], expected an ascending list from 0 to 5"):
         model(tokens[:1], cu_seqlens=torch.tensor([0, 3]))
     with pytest.raises(ValueError, match="batch size 2 with cu_seqlens"):

@@ -19,7 +19,7 @@ from mesanet.config import check_in_range
 from mesanet.config.model import ModelConfig
 from mesanet.mixers import mixer_class
 from mesanet.mixers.hawk import BlockLinear, hawk_state_size
-from mesanet.mixers.layers import Linear, ShortConvolution
+from mesanet.mixers.layers import ShortConvolution
 from mesanet.model.backbone import LanguageModel
 
 
@@ -181,7 +181,7 @@ def weight_operations(config: ModelConfig) -> int:
     """Operations that a token takes in everything that multiplies it by weights: projections, convolutions, logits."""
     with torch.device("meta"):
         model = LanguageModel(config)
-    kinds = (Linear, ShortConvolution, BlockLinear, nn.Embedding)
+    kinds = (nn.Linear, ShortConvolution, BlockLinear, nn.Embedding)
     weights = [module.weight for module in model.modules() if isinstance(module, kinds)]
     return sum(2 * weight.numel() for weight in weights)
 

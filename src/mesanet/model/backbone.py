@@ -190,12 +190,12 @@ class LanguageModel(nn.Module):
         return mean, each, cache
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Optimiser groups: matrices decay, embeddings, norms, biases and the ridge do not."""
+        """Optimiser groups: matrices decay; embeddings, norms, the ridge and all vectors, such as biases, do not."""
         decayed, undecayed = [], []
         for module in self.modules():
             kept = getattr(module, "undecayed", ())
             for name, parameter in module.named_parameters(recurse=False):
-                if name in kept or module is self.embedding:
+                if name in kept or module is self.embedding or parameter.dim() < 2:
                     undecayed.append(parameter)
                 else:
                     decayed.append(parameter)
@@ -313,8 +313,16 @@ class LanguageModel(nn.Module):
             else:
                 x, state = block(x, layout, state)
             states.append(state)
-        after = Cache(states=tuple(states), lengths=fresh if lengths is None else lengths + fresh)
+        after = Cache(
+            states=tuple(states),
+            mixers=self._mixer_names(),
+            lengths=fresh if lengths is None else lengths + fresh,
+        )
         return self.norm(x), after
+
+    def _mixer_names(self) -> tuple[str, ...]:
+        """The mixer of every layer."""
+        return tuple(self._built_from.mixer_of(layer) for layer in range(len(self.blocks)))
 
     def _draw_embedding(self) -> None:
         """Fan-in: the input is scaled by sqrt(D), so that the residual stream starts at variance one."""
@@ -348,6 +356,9 @@ class LanguageModel(nn.Module):
             raise ValueError(f"cache: has {cache.rows} rows, but the tokens have {rows}")
         if cache is not None and len(cache.states) != len(self.blocks):
             raise ValueError(f"cache: is of a model with {len(cache.states)} layers, this one has {len(self.blocks)}")
+        if cache is not None and cache.mixers != self._mixer_names():
+            theirs, ours = (", ".join(names) for names in (cache.mixers, self._mixer_names()))
+            raise ValueError(f"cache: is of a model with the mixers {theirs}, this one has {ours}")
 
 
 def _check_mask(mask: Tensor, tokens: Tensor) -> None:

@@ -47,6 +47,8 @@ class Cache:
 
     states: tuple[Any, ...]
     """One state per layer, as its mixer returned it."""
+    mixers: tuple[str, ...]
+    """The mixer of every layer of the model that this is the cache of."""
     lengths: Tensor
     """[rows] how many real tokens each row has seen."""
 
@@ -74,4 +76,5 @@ class Cache:
         return self._map(lambda tensor: tensor.to(device))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Cache:
-        return Cache(states=map_state(function, self.states), lengths=function(self.lengths))
+        states, lengths = map_state(function, self.states), function(self.lengths)
+        return dataclasses.replace(self, states=states, lengths=lengths)
