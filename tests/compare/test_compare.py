@@ -106,6 +106,36 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> CompareConfig:
     )
 
 
+def test_data_without_held_out_text_are_refused_before_anything_is_written(
+    config: CompareConfig, tmp_path: Path
+) -> None:
+    """And the same folder then takes the comparison on data that have some."""
+    assert config.data is not None
+    source = config.data.parent / "texts"
+    empty = tmp_path / "empty"
+    options = PrepareConfig(sources=(str(source),), out=empty, tokenizer="bytes", validation_fraction=0.0)
+    prepare(options, quiet=True)
+    with pytest.raises(UserError, match=r"no held-out text .* with a larger --validation-fraction"):
+        compare(replace(config, data=empty, out=tmp_path / "out"), quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_that_are_too_short_leave_the_folder_free(config: CompareConfig, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("a few words")
+    short = PrepareConfig(sources=(str(tmp_path / "short.txt"),), out=tmp_path / "short", tokenizer="bytes")
+    prepare(replace(short, validation_fraction=0.0), quiet=True)
+    with pytest.raises(UserError, match="sequence_length"):
+        compare(replace(config, data=tmp_path / "short", out=tmp_path / "out"), quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_mixer_is_checked_before_the_first_is_trained(config: CompareConfig, tmp_path: Path) -> None:
+    too_many = "-".join(["hawk", "mesa"] * 3)
+    with pytest.raises(ValueError, match="layers"):
+        compare(replace(config, mixers=("attention", too_many), out=tmp_path / "out"), quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.fixture(scope="module")
 def page(config: CompareConfig) -> Path:
     return compare(config, quiet=True)

@@ -24,9 +24,9 @@ from mesanet.presets import pattern
 from mesanet.report.comparison import CORPUS, EVALUATED, RUNS, preconditioner
 from mesanet.report.page import build_report
 from mesanet.report.shapes import CORPUS as CORPUS_SHAPE
-from mesanet.training.distributed import connect
+from mesanet.training.distributed import Processes, connect
 from mesanet.training.presets import mixer_patterns
-from mesanet.training.run import prepared, train
+from mesanet.training.run import check_data, prepared, train
 from mesanet.training.told import same_for_all
 
 
@@ -38,19 +38,20 @@ def compare(config: CompareConfig, *, command: Sequence[str] | None = None, quie
     """
     with same_for_all():
         config = replace(config, mixers=mixer_patterns(config.mixers))
-        first = run_config(config, config.mixers[0])
+        # All of them, so that a mistake in the last one is not met after a night of training the others.
+        first, *_ = [run_config(config, mixers) for mixers in config.mixers]
         _check_processes(first)
     words = list(command) if command is not None else None
     with connect(first.training) as processes:
         quiet = quiet or not processes.first
         dataset = prepared(first, processes, quiet=quiet)
-        first = run_config(config, config.mixers[0], dataset.vocabulary)
-        plan = processes.from_first(lambda: _begin(config, first, dataset, words, processes.count))
+        runs = {mixers: run_config(config, mixers, dataset.vocabulary) for mixers in config.mixers}
+        first = runs[config.mixers[0]]
+        plan = processes.from_first(lambda: _begin(config, first, dataset, words, processes))
         for number, mixers in enumerate(config.mixers, start=1):
             started = time.monotonic()
             _say(f"[{number}/{len(config.mixers)}] {mixers}", quiet)
-            run, folder = run_config(config, mixers, dataset.vocabulary), config.out / RUNS / mixers
-            train(run, folder, resume=True, quiet=quiet)
+            train(runs[mixers], config.out / RUNS / mixers, resume=True, quiet=quiet)
             stage = _Evaluation(config, plan, mixers, dataset, str(processes.device), words, quiet)
             page = processes.from_first(stage.run)
             _say(f"[{number}/{len(config.mixers)}] {mixers}: {time.monotonic() - started:.0f} s; {page}", quiet)
@@ -95,10 +96,16 @@ class _Evaluation:
 
 
 def _begin(
-    config: CompareConfig, first: RunConfig, dataset: Dataset, command: list[str] | None, processes: int
+    config: CompareConfig, first: RunConfig, dataset: Dataset, command: list[str] | None, processes: Processes
 ) -> dict[str, Any]:
-    """Write down what is going to be done, and on which data."""
-    plan = make_plan(config, first, dataset, command, processes)
+    """Write down what is going to be done, and on which data, once it is clear that these data allow it."""
+    check_data(first, dataset, processes)
+    if len(dataset.validation) == 0:
+        raise UserError(
+            f"{dataset.folder} has no held-out text to evaluate on: prepare it again into another folder, with a "
+            "larger --validation-fraction"
+        )
+    plan = make_plan(config, first, dataset, command, processes.count)
     _corpus(config.out / CORPUS, dataset)
     return plan
 
