@@ -269,15 +269,28 @@ def test_data_that_do_not_fit_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_file_or_a_foreign_folder_in_the_way_is_refused(tiny_data: Path, tmp_path: Path) -> None:
+def test_a_file_in_the_way_is_refused(tiny_data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match="file is a file; choose another folder with --out"):
         train_quietly(tiny_run(tiny_data), tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
-    (tmp_path / "metrics.jsonl").write_text("mine")
-    with pytest.raises(UserError, match=r"holds a run but no config.json"):
-        train_quietly(tiny_run(tiny_data), tmp_path)
-    assert (tmp_path / "metrics.jsonl").read_text() == "mine"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    ["metrics.jsonl", "run.json", "tokenizer.json", "model/x", "tensorboard/x", "checkpoints/x", "checkpoints"],
+)
+def test_what_a_run_would_write_over_is_refused_where_no_config_says_whose_it_is(
+    tiny_data: Path, tmp_path: Path, name: str, resume: bool
+) -> None:
+    mine = tmp_path / "run" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(UserError, match=rf"run holds {name.partition('/')[0]}, but no config.json"):
+        train_quietly(tiny_run(tiny_data), tmp_path / "run", resume)
+    assert mine.read_text() == "mine"
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_folders_without_anything_in_them_are_not_a_run(tiny_data: Path, tmp_path: Path) -> None:

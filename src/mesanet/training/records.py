@@ -9,6 +9,7 @@ from typing import Any
 from mesanet.optional import import_optional
 from mesanet.training.metrics import METRICS_FILE, MetricsFile, read_metrics, truncate_metrics
 
+BOARD = "tensorboard"
 SHOWN = {
     "train": ("loss", "learning_rate", "gradient_norm", "tokens_per_second"),
     "validation": ("loss", "perplexity"),
@@ -32,7 +33,7 @@ class Records:
             import_optional("tensorboard", "tensorboard")
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(run / "tensorboard", purge_step=step + 1)
+            self._board = SummaryWriter(run / BOARD, purge_step=step + 1)
 
     def __enter__(self) -> Records:
         return self

@@ -21,6 +21,7 @@ from mesanet.io import read_json, read_record, write_bytes_atomic, write_json_at
 from mesanet.training.checkpoint import CHECKPOINTS, list_checkpoints, step_of, sweep_leftovers
 from mesanet.training.distributed import Processes
 from mesanet.training.metrics import METRICS_FILE
+from mesanet.training.records import BOARD
 from mesanet.training.told import told
 
 RUN_CONFIG_FILE = "config.json"
@@ -50,8 +51,8 @@ def claim(folder: Path, config: RunConfig, fingerprint: str, *, resume: bool) ->
             raise UserError(f"{folder} already holds this run, {how_far(folder)}; add --resume to go on with it")
         if (folder / FINAL_MODEL).is_dir():
             return
-    elif holds_results(folder):
-        raise UserError(f"{folder} holds a run but no {RUN_CONFIG_FILE} that says which; choose another folder")
+    else:
+        check_free(folder)
     write_json_atomic(known, to_dict(config))
     facts = {"data": fingerprint, "mesanet": __version__, "torch": torch.__version__}
     write_json_atomic(folder / FACTS_FILE, facts)
@@ -88,10 +89,18 @@ def check_shared(folder: Path, processes: Processes) -> None:
         )
 
 
-def holds_results(folder: Path) -> bool:
-    """Whether there is anything in the folder that a run has made; an empty folder for checkpoints is nothing."""
+def check_free(folder: Path) -> None:
+    """Refuse a folder without a config that has anything in it that a run writes; no folder for checkpoints is any."""
+    written = (FINAL_MODEL, FACTS_FILE, TOKENIZER_FILE, METRICS_FILE, BOARD)
+    found = [name for name in written if (folder / name).exists()]
     checkpoints = folder / CHECKPOINTS
-    return (folder / METRICS_FILE).exists() or (checkpoints.exists() and any(checkpoints.iterdir()))
+    if checkpoints.exists() and (not checkpoints.is_dir() or any(checkpoints.iterdir())):
+        found.append(CHECKPOINTS)
+    if found:
+        raise UserError(
+            f"{folder} holds {' and '.join(found)}, but no {RUN_CONFIG_FILE} that says of which run; choose another "
+            "folder with --out"
+        )
 
 
 def copy_tokenizer(folder: Path, data: Path) -> None:
