@@ -115,6 +115,14 @@ def test_hawk_is_the_recurrent_block_of_recurrent_gemma() -> None:
         assert (one - other).norm() <= 1e-5 * other.norm()
 
 
+def test_rotary_angles_are_exact_far_into_a_text() -> None:
+    layout = dense_layout(1, 1, torch.tensor([10**6]), None, torch.device("cpu"))
+    cosine, sine = layout.rotary(8, 10_000.0, torch.float32)
+    angles = [10**6 * 10_000.0 ** (-place / 8) for place in range(0, 8, 2)]
+    assert cosine.flatten().tolist() == pytest.approx([math.cos(angle) for angle in angles], abs=1e-7)
+    assert sine.flatten().tolist() == pytest.approx([math.sin(angle) for angle in angles], abs=1e-7)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_window_that_fills_up_piece_by_piece_gives_the_whole(padded: bool) -> None:
     """Pieces while everything fits the window, the one with which it no longer does, and pieces behind that."""

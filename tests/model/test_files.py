@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from mesanet.config.base import to_dict
 from mesanet.config.model import ModelConfig
 from mesanet.mixers import MIXERS
+from mesanet.model import files as files_module
 from mesanet.model.backbone import LanguageModel
 from mesanet.model.files import (
     CONFIG_FILE,
@@ -55,6 +57,34 @@ def test_a_changed_model_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert again.embedding.weight.dtype == torch.bfloat16
     assert torch.equal(again(tokens)[0], model(tokens)[0])
     assert again.config.inference_solver.max_steps == 1
+
+
+@pytest.mark.parametrize("changes", [{"width": 16}, {"rope_base": 500.0}])
+@pytest.mark.parametrize("cut", ["write_atomic", "write_json_atomic"])
+def test_a_save_over_another_model_that_is_cut_off_leaves_one_of_the_two(
+    changes: dict[str, object], cut: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether their weights have the same shapes or not."""
+    old, new = small("attention"), small("attention", **changes)
+    save_model(old, tmp_path)
+    tokens = torch.randint(61, (2, 12))
+    with monkeypatch.context() as patch:
+        patch.setattr(files_module, cut, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            save_model(new, tmp_path)
+    remains, again = old if cut == "write_atomic" else new, load_model(tmp_path)
+    assert again.config == remains.config
+    assert torch.equal(again(tokens)[0], remains(tokens)[0])
+    assert load_model(save_model(new, tmp_path)).config == new.config
+
+
+def test_a_config_that_was_changed_by_hand_counts(tmp_path: Path) -> None:
+    """Also beside weights that have been saved over others."""
+    for _ in range(2):
+        save_model(small("attention"), tmp_path)
+    path = tmp_path / CONFIG_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_base": 500.0}))
+    assert load_model(tmp_path).config.rope_base == 500
 
 
 def test_a_truncated_weight_file_is_named(saved: Path) -> None:
@@ -121,6 +151,11 @@ def test_a_setting_outside_its_table_is_named(tmp_path: Path, change: dict[str, 
     (tmp_path / CONFIG_FILE).write_text(json.dumps({**wrapper, **change}))
     with pytest.raises(ValueError, match=re.escape(message)):
         read_config(tmp_path)
+    transformers = pytest.importorskip("transformers")
+    import mesanet.model.hf  # noqa: F401 - tells transformers of the models
+
+    with pytest.raises(ValueError, match=re.escape(message)):
+        transformers.AutoConfig.from_pretrained(tmp_path)
 
 
 def test_the_newest_model_of_a_run_is_found(tmp_path: Path) -> None:

@@ -45,8 +45,9 @@ class Layout:
         key = (size, base, dtype)
         if key not in self.tables:
             exponents = torch.arange(0, size, 2, dtype=torch.float64, device=self.positions.device) / size
-            angles = (self.positions.to(torch.float64)[..., None, None] * base**-exponents).to(dtype)
-            self.tables[key] = (angles.cos(), angles.sin())
+            angles = self.positions.to(torch.float64)[..., None, None] * base**-exponents
+            # Of an angle of a million float32 holds the first decimal only.
+            self.tables[key] = (angles.cos().to(dtype), angles.sin().to(dtype))
         return self.tables[key]
 
     def spans(self) -> list[tuple[int, int]]:

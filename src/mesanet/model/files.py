@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mesanet.config.base import ConfigError, from_dict, to_dict
+from mesanet.config.base import ConfigError, from_dict, to_dict, to_json
 from mesanet.config.model import ModelConfig
-from mesanet.io import read_json, write_atomic, write_json_atomic
+from mesanet.io import file_digest, read_json, write_atomic, write_json_atomic
 from mesanet.model.backbone import DTYPES, LanguageModel
 
 CONFIG_FILE = "config.json"
@@ -30,19 +31,26 @@ BUILT_IN_TOKENIZERS = {257: "bytes", 50257: "gpt2"}
 MODEL_TYPE = "mesanet"
 LIKE_OURS = 0.8
 """How like the name of a setting another name has to be, of 1, to count as the same misspelt."""
+CONFIG_TO_COME, CONFIG_BEFORE = "config", "config_before"
+"""What the weights tell of a save over another model: their config, and the checksum of the file that it replaces.
+
+The two files can't be replaced in one go. Where the old config still lies beside the new weights, the save was cut off
+in between, and the new config is the one in here; any other config beside them is there on purpose.
+"""
 WRAPPER_PREFIX = "model."
 """What the transformers wrapper puts before the names of our weights."""
 
 
 def save_model(model: LanguageModel, folder: str | os.PathLike[str]) -> Path:
-    """Write a model's config and weights into a folder, each file whole or not at all."""
+    """Write a model's config and weights into a folder; of another model there, one of the two remains whole."""
     from safetensors.torch import save
 
-    config = model.config
-
-    target = Path(folder)
+    config, target = model.config, Path(folder)
+    metadata = {"format": "pt"}
+    if (target / CONFIG_FILE).is_file():
+        metadata |= {CONFIG_TO_COME: to_json(config), CONFIG_BEFORE: file_digest(target / CONFIG_FILE)}
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    write_atomic(target / WEIGHTS_FILE, lambda file: file.write(save(weights, metadata={"format": "pt"})))
+    write_atomic(target / WEIGHTS_FILE, lambda file: file.write(save(weights, metadata=metadata)))
     write_json_atomic(target / CONFIG_FILE, to_dict(config))
     return target
 
@@ -103,21 +111,38 @@ def read_config(folder: Path) -> tuple[ModelConfig, bool]:
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise ValueError(f"{folder} holds no model: there is no {CONFIG_FILE} in it")
-    values: Any = read_json(path)
+    values: Any = _config_to_come(folder) or read_json(path)
     if not isinstance(values, Mapping):
         raise ValueError(f"{path} must hold a table of model settings, got {type(values).__name__}")
     wrapped = "model_type" in values
     if wrapped and values["model_type"] != MODEL_TYPE:
         raise ValueError(f"{path} is of a model of type {values['model_type']!r}, expected {MODEL_TYPE!r}")
     if wrapped:
-        _check_wrapped(values, path)
+        check_outside(values, path)
     try:
         return from_dict(ModelConfig, values.get(MODEL_TYPE, {}) if wrapped else values), wrapped
     except ConfigError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _check_wrapped(values: Mapping[str, Any], path: Path) -> None:
+def _config_to_come(folder: Path) -> Any:
+    """The config that belongs to the weights, where it was to replace the one that still lies beside them."""
+    from safetensors import SafetensorError, safe_open
+
+    if not (folder / WEIGHTS_FILE).is_file():
+        return None
+    try:
+        with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError:
+        # Whoever reads the weights says so.
+        return None
+    if CONFIG_BEFORE not in metadata or metadata[CONFIG_BEFORE] != file_digest(folder / CONFIG_FILE):
+        return None
+    return json.loads(metadata[CONFIG_TO_COME])
+
+
+def check_outside(values: Mapping[str, Any], path: Path | str) -> None:
     """Refuse settings of ours, misspelt or not, that stand outside their table, where nobody would read them.
 
     Other names may be those of transformers, whose versions differ, or notes of whoever saved the model.

@@ -24,7 +24,7 @@ from mesanet.config.base import from_dict, to_dict
 from mesanet.config.model import ModelConfig
 from mesanet.model.backbone import DTYPES, LanguageModel
 from mesanet.model.cache import Cache
-from mesanet.model.files import MODEL_TYPE
+from mesanet.model.files import MODEL_TYPE, check_outside
 from mesanet.model.loss import checked_targets, chunked_loss
 
 
@@ -43,6 +43,7 @@ class MesaNetConfig(PreTrainedConfig):  # type: ignore[misc]
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Check the model's settings, and fill in those that are not given."""
+        check_outside(kwargs, "config")
         self.mesanet = to_dict(from_dict(ModelConfig, self.mesanet or {}))
         super().__post_init__(**kwargs)
 
