@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -33,7 +34,9 @@ from mesanet.model.backbone import LanguageModel
 from mesanet.model.files import read_weights
 from mesanet.training.diagnosis import NonFiniteError
 from mesanet.training.distributed import Processes, connect, share_model
+from mesanet.training.metrics import MetricsFile
 from mesanet.training.run import train
+from mesanet.training.told import is_told
 
 
 def free_port() -> int:
@@ -167,6 +170,48 @@ def test_a_run_folder_that_is_not_shared_is_refused(tiny_data: Path, tmp_path: P
     assert sorted(path.name for path in (tmp_path / "0" / "run").iterdir()) == [
         ".lock", "checkpoints", "config.json", "run.json",
     ]  # fmt: skip
+
+
+def fail_to_write(data: Path, out: Path) -> None:
+    """The first process alone meets a file that can't be written; note what both end with."""
+    rank = os.environ["RANK"]
+    config = tiny_run(data, parallel="ddp", checkpoint_interval=4, validation_interval=3)
+    write, calls = MetricsFile.write, 0
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fail_at_the_sixth(file: MetricsFile, record: dict[str, Any]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 6:
+            fail()
+        write(file, record)
+
+    places = {
+        "mesanet.training.run.copy_tokenizer": fail,
+        "mesanet.training.records.truncate_metrics": fail,
+        "mesanet.training.metrics.MetricsFile.write": fail_at_the_sixth,
+        "mesanet.training.metrics.MetricsFile.sync": fail,
+    }
+    with connect(config.training):
+        for number, (place, broken) in enumerate(places.items()):
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == "0":
+                    patch.setattr(place, broken)
+                with pytest.raises(OSError, match="No space left") as caught:
+                    train(config, out / str(number), quiet=True)
+            (out / f"{rank}-{number}").write_text(f"{caught.value.filename} {rank == '0' or is_told(caught.value)}")
+
+
+def test_what_the_first_process_cannot_write_ends_all_in_one_way(tiny_data: Path, tmp_path: Path) -> None:
+    run_together(fail_to_write, tiny_data, tmp_path)
+    for number in range(4):
+        for rank in range(2):
+            assert (tmp_path / f"{rank}-{number}").read_text() == f"{tmp_path / str(number)} True"
+    # Steps 1, 2 and 3, a validation, step 4 and its checkpoint; no record of step 5, and nothing after it.
+    assert [line["step"] for line in metrics(tmp_path / "2")] == [1, 2, 3, 3, 4]
+    assert [path.name for path in (tmp_path / "2" / "checkpoints").iterdir()] == ["step_00000004"]
 
 
 class AwkwardError(Exception):

@@ -82,17 +82,14 @@ def test_the_validation_loss_is_that_of_the_held_out_text(tiny_data: Path, tmp_p
     found = []
     for batch_size, accumulation in ((4, 1), (3, 1), (4, 4)):
         config = tiny_run(tiny_data, steps=1, warmup_steps=0, validation_tokens=None, accumulation=accumulation)
-        trainer = Trainer(
-            replace(config, data=replace(config.data, batch_size=batch_size)),
-            tmp_path,
-            open_dataset(tiny_data),
-            Processes(0, 1, torch.device("cpu")),
-        )
+        alone = Processes(0, 1, torch.device("cpu"))
+        changed = replace(config, data=replace(config.data, batch_size=batch_size))
+        trainer = Trainer(changed, tmp_path, open_dataset(tiny_data), alone)
         trainer.step = 1
         from mesanet.training.signals import Stop
 
         (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-        with Records(tmp_path, 0, active=True, tensorboard=False) as records:
+        with Records(tmp_path, 0, alone, tensorboard=False) as records:
             trainer._validate(records, Stop())
         found.append(metrics(tmp_path)[0])
     # Every token of the split is a target once, but for the first one of the stream, which is a BOS anyway.

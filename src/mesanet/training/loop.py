@@ -69,7 +69,7 @@ class Trainer:
         with loader:
             # A run that was stopped in the middle of a validation begins with it.
             self._validate(records, stop)
-            while self.step < self.config.steps and not self._stopping(stop):
+            while self.step < self.config.steps and not self._stopping(stop, records):
                 begin = time.perf_counter()
                 norm = self.update(next(loader))
                 self._record(records, progress, norm, time.perf_counter() - begin)
@@ -148,7 +148,12 @@ class Trainer:
         self._check_state()
         begin = time.perf_counter()
         found = validate(
-            self.module, self.dataset, self.config, self.processes, self.precision, lambda: self._stopping(stop)
+            self.module,
+            self.dataset,
+            self.config,
+            self.processes,
+            self.precision,
+            lambda: self._stopping(stop, records),
         )
         if found is not None:
             if not math.isfinite(found.loss):
@@ -165,9 +170,9 @@ class Trainer:
                 }
             )
 
-    def _stopping(self, stop: Stop) -> bool:
-        """Whether any process was asked to stop."""
-        return self.processes.any(stop.asked)
+    def _stopping(self, stop: Stop, records: Records) -> bool:
+        """Whether any process was asked to stop, or can't write down what it measures."""
+        return self.processes.any(stop.asked or records.failed)
 
     def _save(self, records: Records) -> None:
         if self.step > self._saved:

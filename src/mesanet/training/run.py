@@ -103,13 +103,12 @@ def run(config: RunConfig, folder: Path, dataset: Dataset, processes: Processes,
     trainer = Trainer(config, folder, dataset, processes)
     opening = Progress(0, config.steps, quiet=quiet)
     trainer.resume(opening)
-    if processes.first:
-        copy_tokenizer(folder, config.data.path)
+    processes.from_first(lambda: copy_tokenizer(folder, config.data.path))
     opening.say(introduction(config, folder, trainer))
     if not can_validate(dataset):
         opening.say(f"{config.data.path} has no held-out text, so there is no validation")
     with (
-        Records(folder, trainer.step, active=processes.first, tensorboard=training.tensorboard) as records,
+        Records(folder, trainer.step, processes, tensorboard=training.tensorboard) as records,
         Progress(trainer.step, config.steps, quiet=quiet) as progress,
         watch_signals() as stop,
     ):

@@ -56,8 +56,7 @@ def sweep(config: SweepConfig, base: Callable[[str], RunConfig], *, quiet: bool 
         trials = processes.from_first(lambda: earlier_trials(config.out, base, data.fingerprint))
         for (name, rate), run in runs.items():
             trials[name, rate] = trial(config, name, rate, run, processes, quiet=quiet)
-            if processes.first:
-                write_table(config.out, list(trials.values()))
+            processes.from_first(lambda: write_table(config.out, list(trials.values())))
     return list(trials.values())
 
 
