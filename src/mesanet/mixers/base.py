@@ -180,7 +180,7 @@ class HeadMixer(Mixer):
         if self.unit_keys:
             q, k = unit_length(F.silu(q)), unit_length(F.silu(k))
         gates = self.gates(x, layout)
-        with own_precision(x):
+        with without_autocast(x):
             output, after = self.mix(q, k, v, gates, before, layout)
         if not self.mix_observes:
             self.observe(q, k, v, gates, layout)
@@ -188,7 +188,7 @@ class HeadMixer(Mixer):
         return mixed, ((query_state, key_state, value_state), after)
 
 
-def own_precision(x: Tensor) -> torch.autocast:
+def without_autocast(x: Tensor) -> torch.autocast:
     """A context in which autocast changes nothing: the rules choose the precision of each of their products."""
     return torch.autocast(x.device.type, enabled=False)
 

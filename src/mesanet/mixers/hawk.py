@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mesanet.config.model import ModelConfig
-from mesanet.mixers.base import Mixer, own_precision, wide
+from mesanet.mixers.base import Mixer, wide, without_autocast
 from mesanet.mixers.layers import Linear, ShortConvolution, split_heads
 from mesanet.mixers.layout import Layout
 from mesanet.ops.rg_lru import rg_lru
@@ -76,7 +76,7 @@ class Hawk(Mixer):
         # The first token is taken whole, as Griffin does; padding leaves the state alone.
         log_decay = log_decay.masked_fill((layout.positions == 0).unsqueeze(-1), -math.inf)
         gated = wide(u) * torch.sigmoid(wide(self.input_gate(u)))
-        with own_precision(x):
+        with without_autocast(x):
             hidden, after = rg_lru(
                 layout.blank(gated),
                 layout.blank(log_decay),
