@@ -133,7 +133,8 @@ def read_json_lines(path: str | os.PathLike[str], shape: Shape) -> Iterator[Any]
                 return
             place = f"{os.fspath(path)}, line {number}"
             try:
-                value = json.loads(line)
+                # Left to itself, the parser would take zeros at the start for another encoding.
+                value = json.loads(line.decode("utf-8"))
             except ValueError as error:
                 raise UserError(f"{place} is damaged: {error}") from error
             check_shape(place, value, shape)

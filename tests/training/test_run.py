@@ -301,7 +301,8 @@ def test_folders_without_anything_in_them_are_not_a_run(tiny_data: Path, tmp_pat
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b"\0" * 20, ""),
+        (b"\0" * 20, "Expecting value"),
+        (b"\0\0\0{", "Expecting value"),
         (b"\xff\xfe{}", "codec can't decode"),
         (b'{"kind": "train"}', "it has no 'step'"),
         (b'{"kind": "train", "step": 2, "tokens": 9}', "it has no 'loss'"),
@@ -319,6 +320,29 @@ def test_a_damaged_line_of_the_metrics_is_named(tmp_path: Path, line: bytes, pro
         list(read_metrics(path))
     path.write_bytes(b"\n".join([*whole, b'{"st']))
     assert list(read_metrics(path)) == [first, third]
+
+
+@pytest.mark.parametrize(("place", "cut"), [(8, False), (9, True), (10, True), (11, True)])
+def test_damage_behind_the_checkpoint_is_cut_off(
+    finished: Path, tiny_data: Path, tmp_path: Path, place: int, cut: bool
+) -> None:
+    """Lines 1 to 9 are of the steps up to 8, which the checkpoint follows; a power cut may leave zeros after them."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    shutil.rmtree(run / "model")
+    shutil.rmtree(run / "checkpoints" / "step_00000012")
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    assert json.loads(lines[8])["step"] == 8
+    lines[place] = b"\0" * len(lines[place][1:]) + b"\n"
+    (run / "metrics.jsonl").write_bytes(b"".join(lines))
+    before = (run / "metrics.jsonl").read_bytes()
+    if cut:
+        train_quietly(tiny_run(tiny_data), run, resume=True)
+        assert metrics(run) == metrics(finished)
+        assert_same_weights(run / "model", finished / "model")
+    else:
+        with pytest.raises(UserError, match=r"metrics\.jsonl, line 9 is damaged"):
+            train_quietly(tiny_run(tiny_data), run, resume=True)
+        assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_two_processes_do_not_train_in_one_folder(tiny_data: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,6 +61,22 @@ def test_a_second_sweep_adds_to_the_table(tiny_data: Path, tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"another config: training\.clip_norm is 1\.0 there and 0\.1 here"):
         sweep(SweepConfig(mixers=("attention",), learning_rates=(1e-3,), out=tmp_path), other, quiet=True)
     assert not (tmp_path / "attention").exists()
+
+
+def test_rates_that_differ_late_are_two_runs_and_one_that_is_removed_is_made_anew(
+    tiny_data: Path, tmp_path: Path
+) -> None:
+    def base(mixers: str) -> RunConfig:
+        return tiny_run(tiny_data, mixers=(mixers,), steps=4)
+
+    rates = (0.0012345671, 0.0012345672)
+    config = SweepConfig(mixers=("gla",), learning_rates=rates, out=tmp_path)
+    trials = sweep(config, base, quiet=True)
+    assert [trial.out for trial in trials] == ["gla/0.0012345671", "gla/0.0012345672"]
+    assert "| mixer | 0.0012345671 | 0.0012345672 |" in table(trials)
+    shutil.rmtree(tmp_path / trials[0].out)
+    assert sweep(replace(config, learning_rates=rates[1:]), base, quiet=True) == trials[1:]
+    assert sorted(sweep(config, base, quiet=True), key=lambda trial: trial.learning_rate) == trials
 
 
 def test_the_table_marks_the_best_of_each_row() -> None:

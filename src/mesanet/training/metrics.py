@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mesanet.errors import UserError
 from mesanet.io import read_json_lines, write_bytes_atomic
 from mesanet.report.shapes import METRIC
 
@@ -48,8 +49,19 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Drop what was measured after `step`, so that no line stands twice once training goes on from there."""
+    """Drop what was measured after `step`, so that no line stands twice once training goes on from there.
+
+    Lines up to a checkpoint's step are on the disk before it is; what a power cut makes of later ones does not matter.
+    """
     if not path.exists():
         return
-    kept = [record for record in read_metrics(path) if record["step"] <= step]
+    kept, reached = [], 0
+    try:
+        for record in read_metrics(path):
+            reached = record["step"]
+            if reached <= step:
+                kept.append(record)
+    except UserError:
+        if reached < step:
+            raise
     write_bytes_atomic(path, b"".join(json.dumps(record).encode() + b"\n" for record in kept))

@@ -14,7 +14,7 @@ from mesanet.training.diagnosis import NonFiniteError
 from mesanet.training.distributed import Processes, connect
 from mesanet.training.presets import GRIDS, mixer_patterns
 from mesanet.training.run import prepared, train
-from mesanet.training.run_folder import check_same
+from mesanet.training.run_folder import RUN_CONFIG_FILE, check_same
 from mesanet.training.told import same_for_all
 
 LONG_RUN = 30 * 10**9
@@ -66,6 +66,8 @@ def earlier_trials(out: Path, base: Callable[[str], RunConfig], data: str) -> di
     if not path.exists():
         return {}
     trials = [Trial(**{part.name: found[part.name] for part in fields(Trial)}) for found in read_record(path, TRIALS)]
+    # A run whose folder somebody has removed is to be made anew, if it is asked for.
+    trials = [each for each in trials if (out / each.out / RUN_CONFIG_FILE).exists()]
     for each in trials:
         check_same(out / each.out, with_rate(base(each.mixers), each.learning_rate), data)
     return {(each.mixers, each.learning_rate): each for each in trials}
@@ -73,7 +75,7 @@ def earlier_trials(out: Path, base: Callable[[str], RunConfig], data: str) -> di
 
 def trial(config: SweepConfig, name: str, rate: float, run: RunConfig, processes: Processes, *, quiet: bool) -> Trial:
     """Train once, or take what is there; a run that became infinite counts as one that diverged."""
-    folder = config.out / name / f"{rate:g}"
+    folder = config.out / name / rate_name(rate)
     loss: float | None = None
     if processes.from_first(lambda: has_diverged(folder)):
         data = prepared(run, processes, quiet=quiet)
@@ -91,6 +93,11 @@ def trial(config: SweepConfig, name: str, rate: float, run: RunConfig, processes
 def has_diverged(folder: Path) -> bool:
     """Whether an earlier call ended in a dump, which the same run would end in again."""
     return any(folder.glob("dump_step_*/report.json"))
+
+
+def rate_name(rate: float) -> str:
+    """A rate in words that no other rate has."""
+    return repr(float(rate))
 
 
 def grid(run: RunConfig) -> tuple[float, ...]:
@@ -115,7 +122,7 @@ def table(trials: Sequence[Trial]) -> str:
         raise UserError("the sweep has no runs; name a mixer with --mixers")
     rates = sorted({trial.learning_rate for trial in trials})
     losses = {(trial.mixers, trial.learning_rate): trial.loss for trial in trials}
-    lines = ["| mixer | " + " | ".join(f"{rate:g}" for rate in rates) + " |", "|---|" + "---:|" * len(rates)]
+    lines = ["| mixer | " + " | ".join(map(rate_name, rates)) + " |", "|---|" + "---:|" * len(rates)]
     for name in dict.fromkeys(trial.mixers for trial in trials):
         best = min((trial.loss for trial in trials if trial.mixers == name and trial.loss is not None), default=None)
         cells = [cell(losses[name, rate], best) if (name, rate) in losses else "" for rate in rates]
