@@ -24,7 +24,7 @@ from mesanet.data import (
     packed_windows,
     prepare,
 )
-from mesanet.data.packing import BLOCK
+from mesanet.data.packing import BLOCK, block_size
 from mesanet.data.permutation import Permutation
 from mesanet.errors import UserError
 
@@ -92,6 +92,7 @@ def test_sequences_are_filled_up_as_the_paper_says(tiny: Dataset, length: int, s
 def test_blocks_of_documents(dataset: Dataset, length: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """More documents than one block holds, documents in many shards, and more blocks than are counted at once."""
     monkeypatch.setattr("mesanet.data.packing.BLOCK", block)
+    monkeypatch.setattr("mesanet.data.packing.BLOCK_SEQUENCES", 0)
     monkeypatch.setattr("tests.data.test_packing.BLOCK", block)
     monkeypatch.setattr("mesanet.data.packing.CHUNK", 3 * block)
     for epoch, found in enumerate(_epochs(PackedSequences(dataset.train, BOS, length, 3), 2)):
@@ -148,6 +149,34 @@ def test_only_ends_of_documents_are_dropped_and_not_always_the_same(length: int)
         always &= dropped[-1]
     assert dropped[0] != dropped[1]
     assert not always
+
+
+@pytest.mark.parametrize(("count", "length"), [(5000, 8192), (20_000, 2048)])
+def test_short_documents_fill_long_sequences(count: int, length: int) -> None:
+    """A block of documents is many sequences long, however short they are: what ends with it is a small part of all."""
+    documents = Numbered(np.random.default_rng(1).integers(1, 40, count).tolist())
+    tokens = int(documents.ends[-1])
+    blocks = -(-count // block_size(documents, length))
+    once = PackedSequences(documents, -1, length, 0, once=True)
+    # A sequence has T tokens and the first of the next, each document a BOS, and one that is cut a second one.
+    needed = -(-(tokens + count + once.epoch_sequences()) // length)
+    assert once.epoch_sequences() <= needed + blocks
+    rows = once.sequences(np.arange(once.epoch_sequences()))
+    assert sorted(rows[:, 1:][rows[:, 1:] >= 0].tolist()) == list(range(tokens))
+    assert (rows[:, 1:] >= 0).any(axis=0).all()
+    found = PackedSequences(documents, -1, length, 0)
+    assert found.epoch_sequences() <= needed + blocks
+    # Nothing comes twice but what fills up the last sequence of a block.
+    seen = found.sequences(np.arange(found.epoch_sequences()))
+    assert (seen >= 0).sum() <= tokens + blocks * length + found.epoch_sequences()
+
+
+def test_blocks_of_ordinary_documents_are_small() -> None:
+    """Their size decides the order of all batches, and must not change for data that don't need it."""
+    assert block_size(Numbered([300] * 5000), 2048) == BLOCK
+    assert block_size(Numbered([2000] * 5000), 2048) == BLOCK
+    assert block_size(Numbered([20] * 100), 2048) == BLOCK
+    assert block_size(Numbered([32] * 5000), 2048) == 2048
 
 
 def test_sequences_that_follow_each_other_are_of_different_documents(tmp_path: Path) -> None:
@@ -222,6 +251,7 @@ def test_validation_has_every_token_once(
     tiny: Dataset, length: int, batch_size: int, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mesanet.data.packing.BLOCK", block)
+    monkeypatch.setattr("mesanet.data.packing.BLOCK_SEQUENCES", 0)
     batches = list(packed_windows(tiny.train, BOS, sequence_length=length, batch_size=batch_size, seed=2))
     assert all(batch.tokens.shape[1] == length for batch in batches)
     rows = np.concatenate([np.concatenate([batch.tokens[:, :1], batch.targets], axis=1) for batch in batches])

@@ -30,6 +30,9 @@ Integers = NDArray[np.int64]
 # Orders are never stored. What is known of every so many documents is how many sequences they give; the documents of
 # one block are packed by themselves, so that the sequences of a block can be found again from its documents alone.
 BLOCK = 256
+# Where documents are short, a block has as many more as make this many sequences, on average: what is special about the
+# last sequence of a block is then a small part of all.
+BLOCK_SEQUENCES = 32
 CHUNK = BLOCK << 11
 
 # These tell the orders of an epoch from each other; any two numbers would do, but others would give another order.
@@ -66,7 +69,8 @@ class PackedSequences:
         self.sequence_length = sequence_length
         self._documents, self._bos, self._seed = documents, bos, seed
         self._once = once
-        self._whole = _WholeSequences(documents, sequence_length)
+        self._block = block_size(documents, sequence_length)
+        self._whole = _WholeSequences(documents, sequence_length, self._block)
         self._epochs: dict[int, _Epoch] = {}
         self._firsts = [0]
 
@@ -100,20 +104,36 @@ class PackedSequences:
             # A batch lies in two epochs at most, and then they are neighbours, unless the corpus is tiny.
             self._epochs = {key: epoch for key, epoch in self._epochs.items() if abs(key - number) <= 1}
             self._epochs[number] = _Epoch(
-                self._documents, self.sequence_length, self._whole.count, self._seed, number, once=self._once
+                self._documents,
+                self.sequence_length,
+                self._whole.count,
+                self._seed,
+                number,
+                block=self._block,
+                once=self._once,
             )
         return self._epochs[number]
+
+
+def block_size(documents: Documents, length: int) -> int:
+    """How many documents make a block: a power of two of them, that depends on the data and the length alone."""
+    count = len(documents)
+    tokens = int(documents.bounds(np.array([count - 1]))[1, 0])
+    block = BLOCK
+    while block < count and block * tokens < BLOCK_SEQUENCES * length * count:
+        block *= 2
+    return block
 
 
 class _WholeSequences:
     """The sequences that documents fill by themselves, in the order of the documents."""
 
-    def __init__(self, documents: Documents, length: int) -> None:
-        self._documents, self._length = documents, length
+    def __init__(self, documents: Documents, length: int, block: int) -> None:
+        self._documents, self._length, self._block = documents, length, block
         sums = [np.zeros(1, np.int64)]
-        for start in range(0, len(documents), CHUNK):
-            counts = self._counts(np.arange(start, min(start + CHUNK, len(documents))))
-            sums.append(np.add.reduceat(counts, np.arange(0, len(counts), BLOCK)))
+        for places in _chunks(len(documents), block):
+            counts = self._counts(places)
+            sums.append(np.add.reduceat(counts, np.arange(0, len(counts), block)))
         self._ends = np.cumsum(np.concatenate(sums))
         self.count = int(self._ends[-1])
 
@@ -121,7 +141,7 @@ class _WholeSequences:
         """Write the numbered ones into the rows at `places`."""
         for place, number in zip(places.tolist(), numbers.tolist(), strict=True):
             block = int(np.searchsorted(self._ends, number, side="right")) - 1
-            documents = np.arange(block * BLOCK, min((block + 1) * BLOCK, len(self._documents)))
+            documents = np.arange(block * self._block, min((block + 1) * self._block, len(self._documents)))
             ends = self._ends[block] + np.cumsum(self._counts(documents))
             inside = int(np.searchsorted(ends, number, side="right"))
             before = int(ends[inside - 1]) if inside else int(self._ends[block])
@@ -143,22 +163,27 @@ class _WholeSequences:
 class _Epoch:
     """One epoch's order, and the sequences into which it packs what is too short to be one."""
 
-    def __init__(self, documents: Documents, length: int, whole: int, seed: int, number: int, *, once: bool) -> None:
-        self._documents, self._length, self._once = documents, length, once
+    def __init__(
+        self, documents: Documents, length: int, whole: int, seed: int, number: int, *, block: int, once: bool
+    ) -> None:
+        self._documents, self._length, self._block, self._once = documents, length, block, once
         self._order = Permutation(len(documents), seed, number, DOCUMENTS)
-        counts = [np.zeros(1, np.int64)]
-        for start in range(0, len(documents), CHUNK):
-            places = np.arange(start, min(start + CHUNK, len(documents)))
-            counts.append(_count_sequences(self._pieces(places)[0], length + 1, once=once))
-        self._ends = np.cumsum(np.concatenate(counts))
+        pieces = (self._pieces(places)[0] for places in _chunks(len(documents), block))
+        counts = [_count_sequences(sizes, length + 1, block, once=once) for sizes in pieces]
+        self._ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *counts]))
         self.count = whole + int(self._ends[-1])
         self.shuffled = Permutation(self.count, seed, number, SEQUENCES)
 
     def fill(self, rows: Integers, places: Integers, numbers: Integers, bos: int) -> None:
-        """Write the numbered ones of the packed sequences into the rows at `places`."""
+        """Write the numbered ones of the packed sequences into the rows at `places`, so many that memory is bounded."""
+        step = max(CHUNK // self._block, 1)
+        for start in range(0, len(places), step):
+            self._fill(rows, places[start : start + step], numbers[start : start + step], bos)
+
+    def _fill(self, rows: Integers, places: Integers, numbers: Integers, bos: int) -> None:
         blocks = np.searchsorted(self._ends, numbers, side="right") - 1
         inside = numbers - self._ends[blocks]
-        firsts = blocks[:, None] * BLOCK + np.arange(BLOCK)
+        firsts = blocks[:, None] * self._block + np.arange(self._block)
         sizes, ends = self._pieces(firsts)
         for i, place in enumerate(places.tolist()):
             bounds = np.cumsum(sizes[i])
@@ -179,12 +204,12 @@ class _Epoch:
 
         What is left then, where there is so little text, stays BOS.
         """
-        count = -(-len(self._documents) // BLOCK)
+        count = -(-len(self._documents) // self._block)
         for step in range(1, count + 1):
             if filled == len(row):
                 return
-            stop = BLOCK if step < count else first
-            sizes, ends = self._pieces((block + step) % count * BLOCK + np.arange(stop))
+            stop = self._block if step < count else first
+            sizes, ends = self._pieces((block + step) % count * self._block + np.arange(stop))
             filled = self._copy(row, filled, sizes, ends, bos)
 
     def _copy(self, row: Integers, filled: int, sizes: Integers, ends: Integers, bos: int) -> int:
@@ -212,11 +237,18 @@ class _Epoch:
         return np.where(rest > 0, rest + 1, 0), end
 
 
-def _count_sequences(sizes: Integers, tokens: int, *, once: bool) -> Integers:
+def _chunks(count: int, block: int) -> Iterator[Integers]:
+    """The places of all documents, whole blocks at a time."""
+    step = max(CHUNK // block, 1) * block
+    for start in range(0, count, step):
+        yield np.arange(start, min(start + step, count))
+
+
+def _count_sequences(sizes: Integers, tokens: int, block: int, *, once: bool) -> Integers:
     """How many sequences of so many tokens the pieces of each block begin."""
-    blocks = -(-len(sizes) // BLOCK)
-    ends = np.cumsum(np.concatenate([sizes, np.zeros(blocks * BLOCK - len(sizes), np.int64)]))
-    limits = ends.reshape(blocks, BLOCK)[:, -1]
+    blocks = -(-len(sizes) // block)
+    ends = np.cumsum(np.concatenate([sizes, np.zeros(blocks * block - len(sizes), np.int64)]))
+    limits = ends.reshape(blocks, block)[:, -1]
     begins = np.concatenate([[0], limits[:-1]])
     counts = np.zeros(blocks, dtype=np.int64)
     while (going := np.flatnonzero(begins < limits)).size:
