@@ -22,6 +22,7 @@ class Attention(Mixer):
     """Causal softmax attention over every token so far."""
 
     observable = True
+    eager = ("angles",)
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -35,9 +36,7 @@ class Attention(Mixer):
     def forward(self, x: Tensor, layout: Layout, state: Any) -> tuple[Tensor, Any]:
         """Project, rotate, attend, project back."""
         q, k, v = (split_heads(project(x), self.heads) for project in (self.query, self.key, self.value))
-        angles = layout.rotary(
-            q.shape[-1], self.rope_base, torch.float64 if x.dtype == torch.float64 else torch.float32
-        )
+        angles = self.angles(q, layout)
         q, k = apply_rotary(q, *angles), apply_rotary(k, *angles)
         # Minus infinity added to a score, and a weight of zero, take out only what is a number.
         k, v = layout.blank(k), layout.blank(v)
@@ -48,6 +47,10 @@ class Attention(Mixer):
             output, state = self.attend(q, k, v, layout.padding, state)
         mixed: Tensor = self.output(output.flatten(-2))
         return mixed, state
+
+    def angles(self, q: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary angles for [B, T, H, K]; the first layer that asks computes them for all."""
+        return layout.rotary(q.shape[-1], self.rope_base, torch.float64 if q.dtype == torch.float64 else torch.float32)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, state: Any) -> tuple[Tensor, Any]:
         """Attention of [B, T, H, K], of which the first `padding` [B] are none, and the keys and values from now on."""

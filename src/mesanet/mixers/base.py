@@ -64,6 +64,9 @@ class Mixer(nn.Module):
     observable: ClassVar[bool] = False
     """Whether it calls `observe`: only what has queries, keys and values can."""
 
+    eager: ClassVar[tuple[str, ...]] = ()
+    """Methods that torch.compile leaves out of its graphs: loops it would unroll, and what is kept for other layers."""
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         if config.gamma_range == "signed" and not self.signed_gates:
@@ -116,6 +119,7 @@ class HeadMixer(Mixer):
     unit_keys: ClassVar[bool] = True
     """Whether queries and keys go through SiLU and are scaled to length one."""
     observable = True
+    eager = ("mix",)
     mix_observes: ClassVar[bool] = False
     """Whether `mix` calls `observe` itself, since only the rule knows something that is to be seen."""
 

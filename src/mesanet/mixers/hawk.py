@@ -47,6 +47,7 @@ class Hawk(Mixer):
     """A gated branch beside convolution and RG-LRU, whose state is a vector."""
 
     undecayed = ("forget_parameter",)
+    eager = ("unit",)
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__(config, layer)
@@ -76,16 +77,20 @@ class Hawk(Mixer):
         # The first token is taken whole, as Griffin does; padding leaves the state alone.
         log_decay = log_decay.masked_fill((layout.positions == 0).unsqueeze(-1), -math.inf)
         gated = wide(u) * torch.sigmoid(wide(self.input_gate(u)))
-        with without_autocast(x):
-            hidden, after = rg_lru(
+        hidden, after = self.unit(gated, log_decay, before, layout)
+        mixed: Tensor = self.output(hidden.to(x.dtype) * F.gelu(self.branch(x), approximate="tanh"))
+        return mixed, (convolved, after)
+
+    def unit(self, gated: Tensor, log_decay: Tensor, state: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
+        """The real-gated linear recurrent unit: [B, T, R] twice and a state -> [B, T, R] and the state after it."""
+        with without_autocast(gated):
+            return rg_lru(
                 layout.blank(gated),
                 layout.blank(log_decay),
-                state=before,
+                state=state,
                 cu_seqlens=layout.cu_seqlens,
                 backend=self.backend,
             )
-        mixed: Tensor = self.output(hidden.to(x.dtype) * F.gelu(self.branch(x), approximate="tanh"))
-        return mixed, (convolved, after)
 
 
 def hawk_state_size(config: ModelConfig) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from mesanet.config.training import RunConfig
 from mesanet.data.dataset import Dataset
 from mesanet.data.loader import Loader, TensorBatch, make_batches
-from mesanet.mixers import HeadMixer
 from mesanet.model.backbone import LanguageModel
 from mesanet.training.checkpoint import Checkpoints
 from mesanet.training.diagnosis import answer_refusals, state_is_finite
@@ -190,10 +189,10 @@ def split_rows(batch: TensorBatch, parts: int, device: torch.device) -> list[tup
 
 
 def compile_blocks(model: LanguageModel) -> None:
-    """Compile everything but the recurrent rules, whose loops depend on the data and would be unrolled."""
+    """Compile everything but what the mixers keep out: loops that depend on the data would be unrolled."""
     for block, mixer in zip(model.blocks, model.mixers(), strict=True):
-        if isinstance(mixer, HeadMixer):
-            setattr(mixer, "mix", torch.compiler.disable(mixer.mix))  # noqa: B010 - a method, to the type checker
+        for name in mixer.eager:
+            setattr(mixer, name, torch.compiler.disable(getattr(mixer, name)))
         block.compile()
 
 
