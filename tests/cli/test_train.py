@@ -125,6 +125,8 @@ def test_a_file_says_what_a_run_folder_says(tmp_path: Path) -> None:
         (["demo", "--training.step", "5"], "there is no option --training.step; did you mean --training.steps?"),
         (["demo", "--training.steps", "50", "--training.tokens", "5"], "expected exactly one of the two"),
         (["demo", "laptop"], "'laptop' is one word too many"),
+        (["small-15b", "--model.mixers", "gla"], "name the mixers with --mixers"),
+        (["small-15b", "--model.dtype", "float16"], "model.dtype: got 'float16'"),
     ],
 )
 def test_mistakes_are_one_sentence(

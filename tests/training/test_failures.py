@@ -25,6 +25,7 @@ from mesanet.data.loader import Loader, make_batches
 from mesanet.errors import UserError
 from mesanet.model.backbone import LanguageModel
 from mesanet.model.files import read_weights
+from mesanet.training import loop
 from mesanet.training.checkpoint import check_parts, choose, damage, list_checkpoints, step_of
 from mesanet.training.diagnosis import NonFiniteError
 from mesanet.training.distributed import Processes
@@ -235,6 +236,24 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(
     assert report["loss"] == "nan"
     (batch,) = (read_weights(dump / "batch.safetensors") for dump in (tmp_path / "run").glob("dump_step_*"))
     assert torch.equal(batch["tokens"], first_validation_batch(config))
+
+
+def test_a_norm_that_is_not_finite_though_every_gradient_is_stops_the_run(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32 holds gradients of 1e25, but not their squares."""
+    norm = loop.gradient_norm
+
+    def enlarge_and_take_it(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.grad.fill_(1e25)
+        return norm(parameters)
+
+    monkeypatch.setattr(loop, "gradient_norm", enlarge_and_take_it)
+    message = r"step 1: the norm of the gradient is not finite \(loss \d"
+    report = check_stopped(tiny_run(tiny_data), tmp_path / "run", message)
+    assert math.isfinite(float(report["loss"]))
 
 
 def first_validation_batch(config: RunConfig) -> torch.Tensor:

@@ -38,7 +38,7 @@ class Options:
     resume: bool = False
     """Go on from the newest checkpoint in the run folder, or begin where there is none."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The model."""
+    """The model, but for its mixers."""
     data: DataConfig = EXAMPLE[0]
     """The batches."""
     training: TrainingConfig = EXAMPLE[1]
@@ -85,6 +85,8 @@ def base_config(given: Any) -> RunConfig | None:
     """The preset or the file that the other options change."""
     from mesanet.training.presets import known_mixers, pattern, run_preset
 
+    if given.model.mixers is not None:
+        raise UserError("name the mixers with --mixers, with which the learning rate goes, not with --model.mixers")
     if given.config is not None and given.preset:
         raise UserError(f"got the preset {given.preset} and --config {given.config}; name one of the two")
     if given.config is not None:

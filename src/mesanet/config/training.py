@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,9 @@ from typing import Literal
 from mesanet.config.base import ConfigError, check_fields, check_in_range, check_positive
 from mesanet.config.data import DataConfig, PrepareConfig
 from mesanet.config.model import ModelConfig
+
+HALF_PRECISION = ("bfloat16", "float16")
+"""Data types in which a weight is often so far from the next number that an update leaves it as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +77,9 @@ class TrainingConfig:
             check_positive(name, getattr(self, name))
         for name in ("accumulation", "checkpoint_interval", "keep"):
             check_in_range(name, getattr(self, name), 1)
-        for name in ("warmup_steps", "validation_interval", "weight_decay"):
+        for name in ("warmup_steps", "validation_interval"):
             check_in_range(name, getattr(self, name), 0)
+        check_in_range("weight_decay", self.weight_decay, 0, math.inf, high_open=True)
         for index, beta in enumerate(self.betas):
             check_in_range(f"betas[{index}]", beta, 0, 1, high_open=True)
         check_in_range("final_fraction", self.final_fraction, 0, 1)
@@ -96,6 +101,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.model.dtype in HALF_PRECISION:
+            raise ConfigError(
+                "model.dtype",
+                f"got {self.model.dtype!r}, in which updates are lost to rounding, expected float32 or float64 to train; "
+                "training.precision='bfloat16' computes with fewer bits",
+            )
         if self.training.warmup_steps >= self.steps:
             raise ConfigError(
                 "training.warmup_steps", f"got {self.training.warmup_steps}, expected fewer than the {self.steps} steps"

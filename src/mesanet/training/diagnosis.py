@@ -141,7 +141,7 @@ def stop(
             or (None if output is None else f"the output of {output}")
             or find_tensor("the gradient of", gradients)
             or average
-            or "the loss"
+            or ("the norm of the gradient" if math.isfinite(loss) else "the loss")
         )
         write_weights(folder / "weights.safetensors", weights)
         write_weights(folder / "gradients.safetensors", gradients)
