@@ -12,13 +12,14 @@ from tests.training.tiny import prepare_tiny, start, tiny_run
 
 from mesanet.cli import main
 from mesanet.cli.dispatch import report_errors
-from mesanet.cli.processes import only_first_speaks
+from mesanet.cli.processes import is_first, only_first_speaks
 from mesanet.config.base import to_json
 from mesanet.errors import UserError
 from mesanet.training.told import told
 
 
 def raised_by(rank: str, error: Exception, monkeypatch: pytest.MonkeyPatch) -> BaseException:
+    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", rank)
     with pytest.raises((SystemExit, Exception)) as caught, only_first_speaks():
         raise error
@@ -48,12 +49,24 @@ def test_what_the_first_one_says_is_not_said_again(
     assert capsys.readouterr().err == ""
 
 
+def test_a_process_that_is_alone_speaks_whatever_its_rank_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedulers set ranks for jobs of one process, too; what counts is how many there are, as in training."""
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert is_first()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert is_first()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert not is_first()
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_every_process_of_an_interrupted_run_says_so_with_its_code(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(words: list[str]) -> None:
         with only_first_speaks():
             raise KeyboardInterrupt
 
+    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit) as ended:
         report_errors(interrupted, [])
@@ -109,7 +122,7 @@ def lose_data_in_the_second_process(folder: Path) -> None:
 
 @pytest.mark.timeout(120)
 def test_data_that_one_host_lacks_are_named_by_its_process(tmp_path: Path) -> None:
-    """The first process is whole, and ends because the other one did."""
+    """The first process has its data and waits for the other; a launcher ends it, and this test does."""
     prepare_tiny(tmp_path)
     (tmp_path / "run.json").write_text(to_json(tiny_run(Path("data"), parallel="ddp")))
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

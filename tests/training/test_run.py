@@ -7,6 +7,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +142,25 @@ def test_a_signal_saves_and_leaves_and_the_run_goes_on_bit_for_bit(
     monkeypatch.undo()
     train_quietly(config, tmp_path / "run", resume=True)
     assert_same_weights(tmp_path / "run" / "model", finished / "model")
+    assert metrics(tmp_path / "run") == metrics(finished)
+
+
+def test_a_signal_before_the_first_step_promises_nothing(
+    finished: Path, tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go = Trainer.run
+
+    def signal_then_go(*arguments: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        go(*arguments)
+
+    monkeypatch.setattr(Trainer, "run", signal_then_go)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny_run(tiny_data), tmp_path / "run")
+    assert "stopped before the first step; go on with --resume" in capsys.readouterr().err
+    assert not any((tmp_path / "run" / "checkpoints").iterdir())
+    monkeypatch.undo()
+    train_quietly(tiny_run(tiny_data), tmp_path / "run", resume=True)
     assert metrics(tmp_path / "run") == metrics(finished)
 
 

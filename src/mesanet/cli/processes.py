@@ -14,7 +14,7 @@ from mesanet.training.told import is_told
 
 def is_first() -> bool:
     """Whether this is the only process, or the first of several."""
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager

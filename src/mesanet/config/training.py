@@ -104,8 +104,8 @@ class RunConfig:
         if self.model.dtype in HALF_PRECISION:
             raise ConfigError(
                 "model.dtype",
-                f"got {self.model.dtype!r}, in which updates are lost to rounding, expected float32 or float64 to train; "
-                "training.precision='bfloat16' computes with fewer bits",
+                f"got {self.model.dtype!r}, in which updates are lost to rounding, expected float32 or float64 "
+                "to train; training.precision='bfloat16' computes with fewer bits",
             )
         if self.training.warmup_steps >= self.steps:
             raise ConfigError(

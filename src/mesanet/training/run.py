@@ -115,7 +115,8 @@ def run(config: RunConfig, folder: Path, dataset: Dataset, processes: Processes,
         trainer.run(records, progress, stop)
     # Looked at when the signals have their usual meaning again, so that none is lost, not even one after the last step.
     if processes.any(stop.asked):
-        opening.say(f"stopped at step {trainer.step}, which is saved; go on with --resume")
+        where = f"at step {trainer.step}, which is saved" if trainer.step else "before the first step"
+        opening.say(f"stopped {where}; go on with --resume")
         raise KeyboardInterrupt
     processes.from_first(lambda: write_final_model(folder))
 
