@@ -135,10 +135,8 @@ def test_a_model_that_has_diverged_is_refused(pattern: str, temperature: float) 
     model = small(pattern)
     with torch.no_grad():
         model.embedding.weight.fill_(torch.nan)
-    with pytest.raises(ValueError, match="nan") as refusal:
+    with pytest.raises(ValueError, match=r"^the model's (logits|numbers) .*it has diverged"):
         generate(model, PROMPTS, GenerationConfig(temperature=temperature, max_tokens=3))
-    told = " ".join([str(refusal.value), *getattr(refusal.value, "__notes__", [])])
-    assert "diverged" in told
 
 
 def test_stop_ids_may_be_a_list() -> None:

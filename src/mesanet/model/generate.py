@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mesanet.config.generation import GenerationConfig
+from mesanet.errors import UserError
 from mesanet.model.backbone import LanguageModel
 from mesanet.model.cache import Cache
 from mesanet.model.sampling import Sampler
@@ -113,23 +115,22 @@ def _check_stop_ids(config: GenerationConfig, model: LanguageModel) -> None:
 def _advance(model: LanguageModel, tokens: Tensor, cache: Cache | None, mask: Tensor | None) -> tuple[Tensor, Cache]:
     """One forward pass in inference mode of the solver, without a graph; the logits after the last token."""
     with torch.no_grad(), evaluating(model):
-        try:
-            logits, cache = model(tokens, cache, mask=mask, last=1)
-        except ValueError as error:
-            if "nan" in str(error):
-                error.add_note("the model has diverged")
-            raise
+        logits, cache = model(tokens, cache, mask=mask, last=1)
     return logits[:, -1], cache
 
 
 @contextmanager
 def evaluating(model: LanguageModel) -> Iterator[None]:
-    """Evaluation mode, and afterwards the mode from before."""
+    """Evaluation mode, and afterwards the mode from before; what a rule refuses as no number is the model's fault."""
     training = model.training
     if training:
         model.eval()
     try:
         yield
+    except ValueError as error:
+        if re.search(r"\bnan\b", str(error)) is None:
+            raise
+        raise UserError(f"the model's numbers are not finite: it has diverged or is damaged ({error})") from error
     finally:
         if training:
             model.train()
