@@ -12,6 +12,7 @@ import pytest
 from tests.data.conftest import contents, make_texts, write_lines
 
 from mesanet.cli import main
+from mesanet.data.documents import LONGEST
 
 
 def _empty(folder: Path) -> Path:
@@ -102,6 +103,16 @@ def _parquet_no_column(folder: Path) -> Path:
     return folder / "data.parquet"
 
 
+def _long_row(folder: Path) -> Path:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["a", "b " * (LONGEST // 2 + 1)]}), folder / "data.parquet")
+    return folder / "data.parquet"
+
+
+def _long_line(folder: Path) -> Path:
+    return write_lines(folder / "data.jsonl", ["a", "b " * (LONGEST // 2)])
+
+
 def _short_parquet(folder: Path) -> Path:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"text": ["a"] * 100}), folder / "data.parquet")
@@ -141,6 +152,8 @@ CASES: list[tuple[Callable[[Path], Path], str]] = [
     (_short_zstd, "data.jsonl.zst is cut short"),
     (_parquet_column, "the column 'text' must hold strings, got int64"),
     (_parquet_no_column, "no column 'text', only 'content'"),
+    (_long_row, "data.parquet, document 1: longer than 6 MiB, the most that one may have; cut it into several"),
+    (_long_line, "data.jsonl, line 2: longer than 6 MiB"),
     (_short_parquet, "data.parquet is not a whole parquet file"),
     (_unknown_suffix, "accepted are .txt"),
     (_nothing_known, "holds no file that ends in .txt"),

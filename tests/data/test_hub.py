@@ -67,6 +67,14 @@ def test_another_version_does_not_go_on_with_the_first(tmp_path: Path, hub: Simp
         prepare(config("owner/set", out=tmp_path / "out", hub_split="test"), quiet=True)
 
 
+def test_a_row_that_is_too_long_is_refused(
+    tmp_path: Path, hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mesanet.data.documents.LONGEST", 5)
+    with pytest.raises(UserError, match="owner/set, document 0: longer than"):
+        prepare(config("owner/set", out=tmp_path / "out"), quiet=True)
+
+
 def test_a_hub_that_does_not_answer_is_one_sentence(
     tmp_path: Path, hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

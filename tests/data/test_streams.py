@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesanet.data import streams
+from mesanet.data import documents, streams
 from mesanet.data.documents import Block
 from mesanet.data.streams import line_blocks, open_stream, text_blocks
 from mesanet.errors import UserError
@@ -113,7 +113,8 @@ def test_a_separator_across_the_seam_of_two_reads_is_found(tmp_path: Path) -> No
 
 
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "LONGEST_LINE", 1000)
+    for module in (streams, documents):
+        monkeypatch.setattr(module, "LONGEST", 1000)
     monkeypatch.setattr(streams, "BLOCK", 100)
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"short\n" + b"x" * 2000)

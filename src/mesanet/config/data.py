@@ -26,7 +26,7 @@ class PrepareConfig:
     """Field of a JSON record, or column of a table, that holds the text."""
     separator: str | None = None
     """Text between the documents of a .txt file, such as <|endoftext|>; without it a file is one document."""
-    document_bytes: int = 1 << 24
+    document_bytes: int = 1 << 22
     """A longer .txt file is cut into documents of at most this size, at the ends of lines."""
     shard_tokens: int = 1 << 26
     """Tokens of a shard. A shard ends with the document that reaches this number."""
@@ -46,7 +46,7 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         check_not_empty("sources", self.sources)
-        check_in_range("document_bytes", self.document_bytes, 1 << 10, 1 << 24)
+        check_in_range("document_bytes", self.document_bytes, 1 << 10, 6 << 20)
         check_in_range("shard_tokens", self.shard_tokens, 1)
         check_in_range("validation_fraction", self.validation_fraction, 0, 1)
         if self.separator is not None:
@@ -69,7 +69,7 @@ class TokenizerConfig:
     """Field of a JSON record, or column of a table, that holds the text."""
     separator: str | None = None
     """Text between the documents of a .txt file, such as <|endoftext|>; without it a file is one document."""
-    document_bytes: int = 1 << 24
+    document_bytes: int = 1 << 22
     """A longer .txt file is cut into documents of at most this size, at the ends of lines."""
     hub_config: str | None = None
     """Configuration of the data set of the hub, where it has several."""
@@ -84,7 +84,7 @@ class TokenizerConfig:
         check_fields(self)
         check_not_empty("sources", self.sources)
         check_in_range("vocabulary", self.vocabulary, 257, 1 << 20)
-        check_in_range("document_bytes", self.document_bytes, 1 << 10, 1 << 24)
+        check_in_range("document_bytes", self.document_bytes, 1 << 10, 6 << 20)
         if self.separator is not None:
             check_not_empty("separator", self.separator)
         check_in_range("megabytes", self.megabytes, 0, low_open=True)

@@ -15,8 +15,9 @@ from mesanet.data.tokenizer import Tokenizer, encode_utf8
 from mesanet.errors import UserError
 
 MEBIBYTE = 1 << 20
-# A record longer than this is taken for a broken file; a few of them at once still fit in the memory that is promised.
-LONGEST_LINE = 16 * MEBIBYTE
+# Bytes of a record or a row. While it is tokenised, text without spaces takes more than sixty times its size: of longer
+# ones a single one would not fit in the memory that is promised.
+LONGEST = 6 * MEBIBYTE
 
 BlockKind = Literal["lines", "text", "texts"]
 
@@ -104,6 +105,15 @@ def read_documents(block: Block, reading: Reading) -> Iterator[str]:
 def token_type(vocabulary: int) -> np.dtype[Any]:
     """Return the smallest type that token shards use for a vocabulary."""
     return np.dtype("<u2" if vocabulary <= 1 << 16 else "<u4")
+
+
+def check_length(size: int, place: str) -> None:
+    """Refuse what is too long for one document."""
+    if size > LONGEST:
+        raise UserError(
+            f"{place}: longer than {LONGEST >> 20} MiB, the most that one may have; cut it into several, or write the "
+            "text to a .txt file, which is cut at the ends of lines"
+        )
 
 
 def _hash(data: bytes) -> bytes:

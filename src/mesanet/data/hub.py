@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mesanet.data.documents import MEBIBYTE, Block, name_columns, texts_block
+from mesanet.data.documents import MEBIBYTE, Block, check_length, name_columns, texts_block
 from mesanet.data.tokenizer import encode_utf8
 from mesanet.errors import UserError
 from mesanet.optional import import_optional
@@ -52,6 +52,7 @@ class HubSource:
         size, number = 0, first
         for row in self._rows(stream):
             text = encode_utf8(self._text(row, number))
+            check_length(len(text), f"{self.name}, document {number}")
             waiting.append(text)
             number, size = number + 1, size + len(text)
             if size >= MEBIBYTE:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mesanet.data.documents import MEBIBYTE, Block, name_columns
+from mesanet.data.documents import MEBIBYTE, Block, check_length, name_columns
 from mesanet.errors import UserError
 from mesanet.optional import import_optional
 
@@ -24,15 +24,17 @@ def parquet_blocks(path: Path, origin: str, start: Any, column: str) -> Iterator
             _check_column(file.schema_arrow, column, origin, pyarrow)
             size = path.stat().st_size
             while group < file.num_row_groups:
-                row, rows = 0, _rows_at_once(file.metadata.row_group(group), column)
+                row, count = 0, file.metadata.row_group(group).num_rows
+                rows = _rows_at_once(file.metadata.row_group(group), column)
                 for batch in file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False):
-                    before, row = row, row + batch.num_rows
-                    if row <= skipped:
-                        continue
-                    assert before >= skipped, "a position lies between two batches"
-                    progress = int(size * (group + row / file.metadata.row_group(group).num_rows) / file.num_row_groups)
-                    yield _block(batch.column(0), origin, [group, before, number], number, progress, pyarrow)
-                    number += batch.num_rows
+                    passed = min(max(skipped - row, 0), batch.num_rows)
+                    row += passed
+                    for payload, sizes in _pieces(batch.column(0).slice(passed), pyarrow):
+                        for place, length in enumerate(sizes, start=number):
+                            check_length(length, f"{origin}, document {place}")
+                        progress = int(size * (group + (row + len(sizes)) / count) / file.num_row_groups)
+                        yield Block("texts", payload, origin, [group, row, number], number, sizes, progress)
+                        row, number = row + len(sizes), number + len(sizes)
                 group, skipped = group + 1, 0
     except pyarrow.ArrowException as error:
         raise UserError(f"{origin} is not a whole parquet file: {str(error).strip().splitlines()[0]}") from error
@@ -57,11 +59,19 @@ def _check_column(schema: Any, column: str, origin: str, pyarrow: Any) -> None:
         raise UserError(f"{origin}: the column {column!r} must hold strings, got {kind}")
 
 
-def _block(column: Any, origin: str, position: Any, first: int, progress: int, pyarrow: Any) -> Block:
-    """Lay the strings of a column end to end, straight from Arrow's own buffers; a null is an empty text."""
+def _pieces(column: Any, pyarrow: Any) -> Iterator[tuple[bytes, tuple[int, ...]]]:
+    """Lay the strings of a column end to end, about a mebibyte at a time, straight from Arrow's own buffers.
+
+    Gives the bytes and the size of each string; a null is an empty text.
+    """
     column = column.cast(pyarrow.large_string())
     column = column.fill_null("") if column.null_count else column
     _, offsets_buffer, data = column.buffers()
     offsets = np.frombuffer(offsets_buffer, dtype=np.int64)[column.offset : column.offset + len(column) + 1]
-    payload = bytes(memoryview(data)[offsets[0] : offsets[-1]]) if data is not None else b""
-    return Block("texts", payload, origin, position, first, tuple(np.diff(offsets).tolist()), progress)
+    first = 0
+    while first < len(column):
+        # Up to the string with which it is a mebibyte.
+        last = min(int(np.searchsorted(offsets, offsets[first] + MEBIBYTE)), len(column))
+        payload = bytes(memoryview(data)[offsets[first] : offsets[last]]) if data is not None else b""
+        yield payload, tuple(np.diff(offsets[first : last + 1]).tolist())
+        first = last

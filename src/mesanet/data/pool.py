@@ -17,9 +17,10 @@ from mesanet.errors import UserError
 
 # Blocks that wait at each worker beside the one that it works on, so that it never waits for the reading.
 AHEAD = 1
-# Bytes under way at which nothing more is read: a block is a mebibyte, but one long document can be sixteen, and
-# takes many times that while it is tokenised.
-BYTES_UNDER_WAY = 12 * MEBIBYTE
+# A block is a mebibyte, but one long document can be six, and takes many times that while it is tokenised. So many
+# bytes are under way at most, with many workers this much for each of them: the longest documents go one at a time.
+BYTES_UNDER_WAY = 6 * MEBIBYTE
+BYTES_FOR_EACH = 3 * MEBIBYTE
 
 
 def tokenise_all(
@@ -62,7 +63,7 @@ class _Pool:
         self._changed = threading.Condition()
         self._answers: dict[int, tuple[Block | None, Message | BaseException]] = {}
         self._read, self._given, self._limit = 0, 0, workers * (2 + AHEAD)
-        self._bytes, self._byte_limit = 0, max(BYTES_UNDER_WAY, 2 * workers * (2 + AHEAD) * MEBIBYTE)
+        self._bytes, self._byte_limit = 0, max(BYTES_UNDER_WAY, workers * BYTES_FOR_EACH)
         self._end: int | None = None
         self._closed = False
         self._processes = [self._start(settings) for _ in range(workers)]
@@ -110,7 +111,8 @@ class _Pool:
     def _start(self, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(
-            [sys.executable, "-m", "mesanet.data.worker"],
+            # Without -P a random.py or a numpy.py in the current folder would be imported instead of the real one.
+            [sys.executable, "-P", "-m", "mesanet.data.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -140,7 +142,7 @@ class _Pool:
         """Read the next block of the sources and note who works on it; None at the end."""
         with self._reading:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._has_room())
+                self._changed.wait_for(lambda: self._closed or self._read - self._given < self._limit)
                 if self._closed or self._end is not None:
                     return None
             try:
@@ -152,14 +154,15 @@ class _Pool:
                 self._stop_reading(None)
                 return None
             with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._has_room(len(block.payload)))
                 waiting.append((self._read, block))
                 self._read += 1
                 self._bytes += len(block.payload)
                 self._changed.notify_all()
             return block
 
-    def _has_room(self) -> bool:
-        return self._read - self._given < self._limit and self._bytes < self._byte_limit
+    def _has_room(self, size: int) -> bool:
+        return self._bytes == 0 or self._bytes + size <= self._byte_limit
 
     def _stop_reading(self, error: BaseException | None) -> None:
         with self._changed:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mesanet.data.documents import LONGEST_LINE, MEBIBYTE, Block
+from mesanet.data.documents import LONGEST, MEBIBYTE, Block, check_length
 from mesanet.errors import UserError
 from mesanet.optional import import_optional
 
@@ -106,9 +106,8 @@ def line_blocks(path: Path, origin: str, start: Any) -> Iterator[Block]:
     offset, line = start or (0, 0)
     with open_stream(path) as stream:
         stream.skip(offset)
-        for payload in _cut(stream, b"\n", LONGEST_LINE + 8, BLOCK):
-            if len(payload) > LONGEST_LINE:
-                raise UserError(f"{origin}, line {line + 1}: longer than {LONGEST_LINE >> 20} MiB, which is no record")
+        for payload in _cut(stream, b"\n", LONGEST + 8, BLOCK):
+            check_length(len(payload), f"{origin}, line {line + 1}")
             yield Block("lines", payload, origin, [offset, line], line, progress=stream.position())
             offset, line = offset + len(payload), line + payload.count(b"\n")
 
