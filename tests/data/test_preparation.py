@@ -6,12 +6,15 @@ import gzip
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.data.conftest import config, contents, make_texts, write_lines
 
+from mesanet.config.data import PrepareConfig
 from mesanet.data import open_dataset, prepare
 from mesanet.data.documents import tokenise
 from mesanet.errors import UserError
@@ -249,6 +252,60 @@ def test_making_it_anew_goes_on_after_it_was_stopped(
     assert (asked.out / "group-00000.json").exists()
     prepare(asked, quiet=True)
     assert contents(asked.out) == before
+
+
+def test_damage_after_a_kill_while_clearing_up_is_repaired(
+    tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However far the clearing up had come, and however far the repair comes at first."""
+    monkeypatch.setattr("mesanet.data.streams.BLOCK", 1000)
+    source = write_lines(tmp_path / "texts.jsonl", texts)
+    prepare(config(source, out=tmp_path / "whole", shard_tokens=15_000), quiet=True)
+    whole = contents(tmp_path / "whole")
+    removals = 0
+    while _is_stopped(
+        monkeypatch, asked := config(source, out=tmp_path / str(removals), shard_tokens=15_000), removals
+    ):
+        (asked.out / "train-00000.tokens").write_bytes(b"")
+        for more in (2, 0, 4):
+            _is_stopped(monkeypatch, asked, more)
+        prepare(asked, quiet=True)
+        assert {**contents(asked.out), "verified.json": b""} == {**whole, "verified.json": b""}, removals
+        removals += 1
+    # Two groups of a table for each split and a record, and the plan.
+    assert removals >= 7
+
+
+def _is_stopped(monkeypatch: pytest.MonkeyPatch, asked: PrepareConfig, removals: int) -> bool:
+    """Prepare, but end as by a kill, with nothing tidied up, after so many removals from a folder that is finished."""
+    done, unlink = -1, Path.unlink
+
+    def remove(path: Path, missing_ok: bool = False) -> None:
+        nonlocal done
+        # The lock of a process goes with it, however it ends.
+        if path.name != ".lock" and (done >= 0 or (asked.out / "index.json").exists()):
+            done += 1
+            if done == removals:
+                raise StoppedError
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", remove)
+        patch.setattr("mesanet.data.folder.Folder.__exit__", lambda self, *_: self._lock.close())
+        try:
+            prepare(asked, quiet=True)
+        except StoppedError:
+            return True
+    return False
+
+
+def test_workers_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    for name in ("numpy.py", "random.py", "mesanet.py"):
+        (tmp_path / name).write_text("raise RuntimeError('not the real one')")
+    write_lines(tmp_path / "texts.jsonl", ["some text", "and more"])
+    words = ["data", "prepare", "texts.jsonl", "--out", "out", "--tokenizer", "bytes", "--workers", "1"]
+    # As the installed command does, which has not the current folder either where it looks for modules.
+    subprocess.run([sys.executable, "-P", "-m", "mesanet", *words], cwd=tmp_path, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,13 @@ class Folder:
         return None
 
     def _begin_anew(self, plan: dict[str, Any]) -> None:
-        """Give up what is finished; the plan comes first, so that whoever looks sees a preparation at any moment."""
+        """Give up what is finished; the plan comes first, so that whoever looks sees a preparation at any moment.
+
+        Records go before the index does: without it they would say that groups are finished whose files are gone.
+        """
         self._claimed = True
         write_json_atomic(self.path / PLAN, plan)
+        self._remove_records()
         self._remove(INDEX)
         self._remove_unfinished()
 
@@ -181,10 +185,15 @@ class Folder:
         """Remove what resuming needed, the records last but for the plan, so that no step looks like a fresh start."""
         for record in self.records():
             self._remove(*(documents_name(split, record["number"]) for split in record["shards"]))
-        self._remove(*(record_name(number) for number in reversed(range(self.finished()))), PLAN)
+        self._remove_records()
+        self._remove(PLAN)
         for entry in self.path.glob(".*.partial"):
             entry.unlink()
         shutil.rmtree(self.path / SEEN, ignore_errors=True)
+
+    def _remove_records(self) -> None:
+        """The last one first, so that at any moment those that are left are the first ones."""
+        self._remove(*(record_name(number) for number in reversed(range(self.finished()))))
 
     def _remove(self, *names: str) -> None:
         for name in names:
