@@ -29,8 +29,8 @@ def warnings(index: dict[str, Any]) -> list[str]:
     if empty and 0 < fraction < 1:
         return [
             f"the {empty[0]} split is empty: there are {index['counts']['documents']} documents, of which "
-            f"--validation-fraction {fraction:g} are held out; change it, or cut the text into more documents with "
-            "--separator or --document-bytes"
+            f"--validation-fraction {fraction:g} are held out; prepare again into another --out, with another "
+            "fraction, or the text cut into more documents with --document-bytes 65536 or --separator"
         ]
     return []
 
