@@ -156,7 +156,11 @@ def test_everything_is_recorded(page: Path, config: CompareConfig) -> None:
     for mixers in config.mixers:
         run = config.out / "runs" / mixers
         assert (run / "model" / "model.safetensors").is_file()
-        assert json.loads((run / "sample.json").read_text())["text"]
+        sample = json.loads((run / "sample.json").read_text())
+        assert sample["text"]
+        # The tokens that came out, of which the first is read with the prompt.
+        assert sample["tokens"] <= config.sample_tokens
+        assert sample["tokens_per_second"] == pytest.approx((sample["tokens"] - 1) / sample["seconds"])
         evaluations = [json.loads(path.read_text()) for path in (run / "evaluations").glob("*.json")]
         assert len(evaluations) == (6 if mixers == "mesa" else 2)
         assert {record["settings"]["length"] for record in evaluations} == {512, 1024}

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mesanet.config.evaluation import EvaluationConfig
+from mesanet.data.dataset import Split
 from mesanet.errors import UserError
 
 
@@ -113,4 +114,8 @@ def _text(config: EvaluationConfig, own: ModelTokenizer) -> EvaluationData:
 
 def lengths(documents: Documents) -> NDArray[np.int64]:
     """Tokens of each document."""
+    if isinstance(documents, Split):
+        start, end = documents.bounds(np.arange(len(documents)))
+        sizes: NDArray[np.int64] = end - start
+        return sizes
     return np.array([len(documents[number]) for number in range(len(documents))], dtype=np.int64)
