@@ -11,6 +11,18 @@ from tests.data.conftest import make_texts, write_lines
 from mesanet.cli import main
 
 
+def test_a_tokenizer_that_is_trained_on_the_sources(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    source = write_lines(tmp_path / "texts.jsonl", make_texts(300))
+    words = ["data", "speed", str(source), "--tokenizer", "bpe:300", "--workers", "0", "--repeats", "1"]
+    with pytest.raises(SystemExit) as caught:
+        main([*words, "--out", str(tmp_path / "speed.json")])
+    assert caught.value.code == 0
+    record = json.loads((tmp_path / "speed.json").read_text())
+    assert record["tokenizer"] == "bpe:300"
+    assert 0 < record["tokens"] < record["bytes"]
+
+
 def test_a_record_of_the_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write_lines(tmp_path / "texts.jsonl", make_texts(300))
     words = ["data", "speed", str(source), "--tokenizer", "bytes", "--workers", "0", "--repeats", "2"]

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from mesanet.processor import processor
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
@@ -104,7 +106,7 @@ def machine(device: torch.device | str = "cpu") -> dict[str, Any]:
     """Describe what a measurement ran on: processor, threads, versions."""
     device = torch.device(device)
     described: dict[str, Any] = {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_bytes": _meminfo("MemTotal"),
@@ -137,12 +139,3 @@ def _meminfo(entry: str) -> int | None:
         if name == entry:
             return int(value.split()[0]) * 1024
     return None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

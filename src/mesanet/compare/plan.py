@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from mesanet.errors import UserError
 from mesanet.evaluation.documents import lengths
 from mesanet.evaluation.run import provenance
 from mesanet.io import read_record, write_json_atomic
+from mesanet.processor import processor
 from mesanet.report.comparison import PLAN
 from mesanet.report.shapes import PLAN as PLAN_SHAPE
 from mesanet.training.presets import run_preset
@@ -131,10 +131,4 @@ def machine(processes: int = 1) -> str:
     several = f"{processes} x " if processes > 1 else ""
     if torch.cuda.is_available():
         return several + torch.cuda.get_device_name()
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - no path of ours
-            name = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), name)
-    except OSError:
-        pass
-    return f"{several}{name}, {torch.get_num_threads()} threads"
+    return f"{several}{processor()}, {torch.get_num_threads()} threads"
