@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 from tests.data.conftest import contents, make_texts, write_lines
 
 from mesanet.cli import main
+from mesanet.data import open_dataset
 from mesanet.data.documents import LONGEST
 
 
@@ -113,6 +115,19 @@ def _long_line(folder: Path) -> Path:
     return write_lines(folder / "data.jsonl", ["a", "b " * (LONGEST // 2)])
 
 
+def _two_columns(folder: Path) -> Path:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    parquet.write_table(table, folder / "data.parquet")
+    return folder / "data.parquet"
+
+
+def _latin_name(folder: Path) -> Path:
+    path = folder / os.fsdecode(b"gr\xfc\xdfe.txt")
+    path.write_text("text")
+    return folder
+
+
 def _short_parquet(folder: Path) -> Path:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"text": ["a"] * 100}), folder / "data.parquet")
@@ -154,6 +169,8 @@ CASES: list[tuple[Callable[[Path], Path], str]] = [
     (_parquet_no_column, "no column 'text', only 'content'"),
     (_long_row, "data.parquet, document 1: longer than 6 MiB, the most that one may have; cut it into several"),
     (_long_line, "data.jsonl, line 2: longer than 6 MiB"),
+    (_two_columns, "data.parquet: there are 2 columns 'text'; rename all but one"),
+    (_latin_name, "the name 'gr\\udcfc\\udcdfe.txt' is not UTF-8, so that no record can hold it; rename the file"),
     (_short_parquet, "data.parquet is not a whole parquet file"),
     (_unknown_suffix, "accepted are .txt"),
     (_nothing_known, "holds no file that ends in .txt"),
@@ -182,6 +199,59 @@ def test_bad_sources(
     assert len(errors.strip().splitlines()) == 1
     assert contents(tmp_path) == before
     assert not out.exists()
+
+
+def test_the_hub_needs_a_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, errors = _run(capsys, "data", "prepare", "hub:", "--out", tmp_path / "out", "--tokenizer", "bytes")
+    assert code == 2
+    assert "hub: needs the name of a data set behind it" in errors
+
+
+def test_a_link_to_nowhere_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = write_lines(tmp_path / "data.jsonl", ["a"])
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    code, errors = _run(capsys, "data", "prepare", source, "--out", tmp_path / "out", "--tokenizer", "bytes")
+    assert code == 2
+    assert f"out is a link to {tmp_path / 'disk'}, which does not exist; make that folder" in errors
+
+
+def test_a_damaged_index_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data", "prepare", write_lines(tmp_path / "data.jsonl", ["a", "b"]), "--out", tmp_path / "out"]
+    words = [*words, "--tokenizer", "bytes", "--workers", "0", "--validation-fraction", "0"]
+    assert _run(capsys, *words)[0] == 0
+    before, index = contents(tmp_path / "out"), tmp_path / "out" / "index.json"
+    index.write_text(index.read_text()[:-20])
+    code, errors = _run(capsys, *words)
+    assert code == 2
+    assert "remove index.json and prepare the data again" in errors
+    index.unlink()
+    assert _run(capsys, *words)[0] == 0
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_separator_that_is_nowhere_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n\nthree")
+    words = ["data", "prepare", tmp_path / "a.txt", "--tokenizer", "bytes", "--workers", "0"]
+    words = [*words, "--validation-fraction", "0"]
+    code, errors = _run(capsys, *words, "--separator", "@@", "--out", tmp_path / "one")
+    assert (code, "--separator '@@', is nowhere in the sources" in errors) == (0, True)
+    # As a shell hands it on.
+    code, errors = _run(capsys, *words, "--separator", "\\n\\n", "--out", tmp_path / "three")
+    assert (code, errors) == (0, "")
+    assert len(open_dataset(tmp_path / "three").train) == 3
+
+
+def test_an_empty_split_is_told_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "book.txt").write_text("".join(f"line {number} of a book\n" for number in range(20_000)))
+    words = ["data", "prepare", tmp_path / "book.txt", "--tokenizer", "bytes", "--workers", "0", "--out"]
+    code, errors = _run(capsys, *words, tmp_path / "one")
+    assert code == 0
+    assert "the validation split is empty" in errors
+    assert "prepare again into another --out" in errors
+    advice = ["--document-bytes", "65536", "--validation-fraction", "0.1"]
+    assert advice[0] in errors
+    assert _run(capsys, *words, tmp_path / "cut", *advice)[0] == 0
+    assert len(open_dataset(tmp_path / "cut").train) > 1
 
 
 def test_mistakes_cross_from_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gzip
 import json
 import os
@@ -11,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.data.conftest import config, contents, make_texts, write_lines
 
@@ -297,6 +300,62 @@ def _is_stopped(monkeypatch: pytest.MonkeyPatch, asked: PrepareConfig, removals:
         except StoppedError:
             return True
     return False
+
+
+@pytest.mark.parametrize("most", [1, 1500, 4000, 10_000_000])
+def test_a_limit_of_tokens_ends_with_the_document_that_reaches_it(
+    tmp_path: Path, texts: list[str], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the size of blocks, the workers and the interruptions."""
+    source = write_lines(tmp_path / "texts.jsonl", texts)
+    options: dict[str, object] = {"max_tokens": most, "shard_tokens": 1000, "validation_fraction": 0.2}
+    index = prepare(config(source, out=tmp_path / "whole", **options), quiet=True)
+    whole = contents(tmp_path / "whole")
+    found, wanted = _documents(tmp_path / "whole"), _wanted(texts)
+    kept = found["train"] + found["validation"]
+    sizes = np.cumsum([len(text.encode()) for text in wanted])
+    count = min(int(np.searchsorted(sizes, most)) + 1, len(wanted))
+    assert sorted(kept) == sorted(wanted[:count])
+    assert index["counts"]["documents"] == count
+    monkeypatch.setattr("mesanet.data.streams.BLOCK", 300)
+    prepare(config(source, out=tmp_path / "workers", workers=2, **options), quiet=True)
+    assert contents(tmp_path / "workers") == whole
+    for _ in range(100):
+        with monkeypatch.context() as patch, contextlib.suppress(StoppedError):
+            _stop_after(patch, 20)
+            prepare(config(source, out=tmp_path / "stopped", **options), quiet=True)
+            break
+    assert contents(tmp_path / "stopped") == whole
+    with pytest.raises(UserError, match="other max tokens"):
+        prepare(config(source, out=tmp_path / "whole", **{**options, "max_tokens": most + 1}), quiet=True)
+
+
+def test_linked_folders_are_read_but_not_round_and_round(tmp_path: Path) -> None:
+    for name in ("source", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(f"text of {name}")
+    (tmp_path / "source" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "source")
+    index = prepare(config(tmp_path / "source", out=tmp_path / "out", validation_fraction=0.0), quiet=True)
+    assert [source["file"] for source in index["sources"]] == ["a.txt", "link/a.txt"]
+    assert _documents(tmp_path / "out")["train"] == ["text of source", "text of elsewhere"]
+
+
+@pytest.mark.parametrize("reason", [errno.EROFS, errno.EACCES])
+def test_what_is_finished_needs_no_writing(
+    tmp_path: Path, prepared: Path, texts: list[str], reason: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(prepared, tmp_path / "out")
+    source = write_lines(tmp_path / "texts.jsonl", texts)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(reason, os.strerror(reason), str(tmp_path))
+
+    monkeypatch.setattr("mesanet.data.folder.locked", refuse)
+    index = prepare(config(source, out=tmp_path / "out", shard_tokens=5000), quiet=True)
+    assert index == json.loads((prepared / "index.json").read_text())
+    with pytest.raises(OSError, match=os.strerror(reason)):
+        prepare(config(source, out=tmp_path / "new"), quiet=True)
 
 
 def test_workers_import_nothing_from_the_current_folder(tmp_path: Path) -> None:

@@ -109,10 +109,31 @@ def test_known_gpt2_tokens(tokenizers: dict[str, Tokenizer]) -> None:
     assert tokenizers["gpt2"].encode_batch(["Hello, world!"])[0].tolist() == [15496, 11, 995, 0]
 
 
-def test_fingerprints_tell_tokenizers_apart(tokenizers: dict[str, Tokenizer], trained: Path) -> None:
+def test_fingerprints_tell_tokenizers_apart(tokenizers: dict[str, Tokenizer], trained: Path, tmp_path: Path) -> None:
     assert len({tokenizer.fingerprint for tokenizer in tokenizers.values()}) == 3
     assert load_tokenizer(trained).fingerprint == tokenizers["trained"].fingerprint
-    assert load_tokenizer(trained, bos_token="a").fingerprint != tokenizers["trained"].fingerprint
+    other = _with_token(trained, tmp_path / "other.json", special=True)
+    assert load_tokenizer(other, bos_token="<new>").fingerprint != load_tokenizer(other).fingerprint
+
+
+def _with_token(trained: Path, path: Path, *, special: bool) -> Path:
+    """The tokenizer with one more token."""
+    definition = json.loads(trained.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    definition["added_tokens"].append({"id": 300, "content": "<new>", "special": special, **flags})
+    path.write_text(json.dumps(definition))
+    return path
+
+
+def test_text_never_becomes_bos(trained: Path, tmp_path: Path) -> None:
+    """A token that is added without being special is recognised in a text, and so is an ordinary one."""
+    special = load_tokenizer(_with_token(trained, tmp_path / "special.json", special=True), "<new>")
+    assert special.bos == 300
+    assert 300 not in special.encode_batch(["a <new> one"])[0].tolist()
+    plain = _with_token(trained, tmp_path / "plain.json", special=False)
+    for name in ("<new>", "a"):
+        with pytest.raises(UserError, match=f"reads '{name}' in a text as the token between documents"):
+            load_tokenizer(plain, name)
 
 
 @pytest.mark.parametrize(

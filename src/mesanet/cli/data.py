@@ -10,6 +10,11 @@ COMMANDS = {
 }
 
 
+def unescaped(separator: str | None) -> str | None:
+    """A separator as it was meant: a shell hands on a line's end and a tab as \\n and \\t."""
+    return None if separator is None else separator.replace("\\n", "\n").replace("\\t", "\t")
+
+
 def run(arguments: list[str]) -> None:
     """Run the command that the first word names."""
     dispatch(arguments, COMMANDS, program="mesanet data")

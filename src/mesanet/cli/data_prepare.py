@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from mesanet.cli.data import unescaped
 from mesanet.cli.dispatch import parse
 from mesanet.config.data import PrepareConfig
 
@@ -24,6 +25,7 @@ class Options(PrepareConfig):
 def run(arguments: list[str]) -> None:
     """Prepare the data and say what came of it."""
     config = parse(Options, arguments, program="mesanet data prepare")
+    config = replace(config, separator=unescaped(config.separator))
     from mesanet.data.preparation import prepare
     from mesanet.data.summary import describe, warnings
 

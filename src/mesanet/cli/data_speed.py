@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from mesanet.cli.data import unescaped
 from mesanet.cli.dispatch import parse
 from mesanet.config.base import check_in_range
 from mesanet.config.data import PrepareConfig
@@ -33,6 +34,7 @@ def run(arguments: list[str]) -> None:
     from mesanet.io import write_json_atomic
 
     config = PrepareConfig(**{field.name: getattr(options, field.name) for field in fields(PrepareConfig)})
+    config = replace(config, separator=unescaped(config.separator))
     record = measure_preparation(config, options.repeats, ["mesanet", "data", "speed", *arguments])
     write_json_atomic(options.out, record)
     print(f"{options.out}: {describe_speed(record)}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from mesanet.cli.data import unescaped
 from mesanet.cli.dispatch import parse
 from mesanet.config.data import TokenizerConfig
 
@@ -22,6 +23,7 @@ class Options(TokenizerConfig):
 def run(arguments: list[str]) -> None:
     """Train the tokenizer and say what came of it."""
     config = parse(Options, arguments, program="mesanet data tokenizer")
+    config = replace(config, separator=unescaped(config.separator))
     from mesanet.data.tokenizer_training import train_tokenizer
 
     tokenizer = train_tokenizer(config)

@@ -25,13 +25,15 @@ class PrepareConfig:
     text_column: str = "text"
     """Field of a JSON record, or column of a table, that holds the text."""
     separator: str | None = None
-    """Text between the documents of a .txt file, such as <|endoftext|>; without it a file is one document."""
+    """Text between the documents of a .txt file, such as <|endoftext|> or \\n\\n; without it a file is one document."""
     document_bytes: int = 1 << 22
     """A longer .txt file is cut into documents of at most this size, at the ends of lines."""
     shard_tokens: int = 1 << 26
     """Tokens of a shard. A shard ends with the document that reaches this number."""
     validation_fraction: float = 0.01
     """Share of the documents, chosen by their hashes, that are held out for validation."""
+    max_tokens: int | None = None
+    """Stop after the document that reaches this many tokens, over both splits; None for all there is."""
     workers: int | None = None
     """Processes that tokenise; by default one for each core, up to 16."""
     seed: int = 0
@@ -49,6 +51,8 @@ class PrepareConfig:
         check_in_range("document_bytes", self.document_bytes, 1 << 10, 6 << 20)
         check_in_range("shard_tokens", self.shard_tokens, 1)
         check_in_range("validation_fraction", self.validation_fraction, 0, 1)
+        if self.max_tokens is not None:
+            check_in_range("max_tokens", self.max_tokens, 1)
         if self.separator is not None:
             check_not_empty("separator", self.separator)
         if self.workers is not None:
@@ -68,7 +72,7 @@ class TokenizerConfig:
     text_column: str = "text"
     """Field of a JSON record, or column of a table, that holds the text."""
     separator: str | None = None
-    """Text between the documents of a .txt file, such as <|endoftext|>; without it a file is one document."""
+    """Text between the documents of a .txt file, such as <|endoftext|> or \\n\\n; without it a file is one document."""
     document_bytes: int = 1 << 22
     """A longer .txt file is cut into documents of at most this size, at the ends of lines."""
     hub_config: str | None = None

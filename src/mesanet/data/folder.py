@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,13 +40,20 @@ class Folder:
         self._lock = contextlib.ExitStack()
 
     def __enter__(self) -> Folder:
+        if self.path.is_symlink() and not self.path.exists():
+            raise UserError(f"{self.path} is a link to {self.path.readlink()}, which does not exist; make that folder")
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file; name a folder with --out")
         self._created = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
         self._refuse_foreign()
         busy = f"another process is preparing {self.path} right now; wait for it to end"
-        self._lock.enter_context(locked(self.path / LOCK, busy, remove=True))
+        try:
+            self._lock.enter_context(locked(self.path / LOCK, busy, remove=True))
+        except OSError as error:
+            # What is finished can be looked at where nothing can be written.
+            if error.errno not in (errno.EROFS, errno.EACCES) or not (self.path / INDEX).exists():
+                raise
         return self
 
     def __exit__(

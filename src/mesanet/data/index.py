@@ -42,10 +42,14 @@ def read_plan(folder: Path) -> dict[str, Any]:
 
 
 def _read(path: Path, more: dict[str, Shape]) -> dict[str, Any]:
-    found = read_json(path)
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise UserError(f"{path} is not of format {FORMAT}, the only one that this version reads")
-    check_shape(path, found, {**_PLANNED, **more})
+    remedy = f"remove {path.name} and prepare the data again: the same command then makes the folder anew"
+    try:
+        found = read_json(path)
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise UserError(f"{path} is not of format {FORMAT}, the only one that this version reads")
+        check_shape(path, found, {**_PLANNED, **more})
+    except UserError as error:
+        raise UserError(f"{error}; {remedy}") from error
     return found
 
 

@@ -51,6 +51,8 @@ def _check_column(schema: Any, column: str, origin: str, pyarrow: Any) -> None:
     if column not in schema.names:
         columns = name_columns(schema.names)
         raise UserError(f"{origin}: no column {column!r}, only {columns}; choose one with --text-column")
+    if schema.names.count(column) > 1:
+        raise UserError(f"{origin}: there are {schema.names.count(column)} columns {column!r}; rename all but one")
     kind = schema.field(column).type
     if pyarrow.types.is_dictionary(kind):
         # Each different string is stored once, as tables of categories are.

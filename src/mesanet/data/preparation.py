@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mesanet.config.data import PrepareConfig
-from mesanet.data.documents import Block, Reading, token_type
+from mesanet.data.documents import Block, Documents, Reading, token_type
 from mesanet.data.folder import Folder
 from mesanet.data.layout import FORMAT, SEEN, TOKENIZER
 from mesanet.data.pool import tokenise_all
@@ -77,7 +78,7 @@ def trained_before(config: PrepareConfig, sources: list[Source], folder: Folder)
 
 def plan_options(config: PrepareConfig) -> dict[str, Any]:
     """The options that the result depends on."""
-    names = ("text_column", "separator", "document_bytes", "shard_tokens", "validation_fraction", "seed")
+    names = ("text_column", "separator", "document_bytes", "shard_tokens", "validation_fraction", "max_tokens", "seed")
     return {name: getattr(config, name) for name in names}
 
 
@@ -113,7 +114,8 @@ class _Preparation:
         seen = SeenHashes(self._folder.path / SEEN)
         try:
             position = self._restore(seen)
-            self._read(position, seen)
+            if not self._is_full():
+                self._read(position, seen)
         finally:
             self._writer.abandon()
             seen.close()
@@ -136,7 +138,7 @@ class _Preparation:
         sizes = [source.size for source in self._sources]
         total = None if None in sizes else sum(size or 0 for size in sizes)
         before = np.cumsum([0, *(size or 0 for size in sizes)])
-        writer = self._writer
+        writer, most = self._writer, self._config.max_tokens
         pairs = tokenise_all(
             self._blocks(number, start), self._tokenizer, *self._worker_tokenizer(), self._reading(), self._workers()
         )
@@ -150,12 +152,28 @@ class _Preparation:
                 full = documents.lengths > 0
                 fresh = np.zeros(len(documents), dtype=np.bool_)
                 fresh[full] = seen.add(documents.hashes[full])
-                writer.add(documents, fresh, block.position, passed)
+                count = self._wanted(documents, fresh)
+                writer.add(documents.part(0, count), fresh[:count], block.position, passed)
                 skipped -= passed
                 note = f"{writer.counts['documents']:,} documents, {writer.tokens:,} tokens"
                 read = int(before[block.position[0]]) + block.progress
-                progress.update(read, total, counted=writer.tokens, note=note)
+                if most is None:
+                    progress.update(read, total, counted=writer.tokens, note=note)
+                else:
+                    progress.update(min(writer.tokens, most), most, note=note)
+                if self._is_full():
+                    break
         writer.finish_group([[len(self._sources), None], 0])
+
+    def _wanted(self, documents: Documents, fresh: NDArray[np.bool_]) -> int:
+        """How many of a block's documents there are up to the one that reaches the most tokens."""
+        if self._config.max_tokens is None:
+            return len(documents)
+        totals = np.cumsum(np.where(fresh, documents.lengths, 0))
+        return min(int(np.searchsorted(totals, self._config.max_tokens - self._writer.tokens)) + 1, len(documents))
+
+    def _is_full(self) -> bool:
+        return self._config.max_tokens is not None and self._writer.tokens >= self._config.max_tokens
 
     def _blocks(self, number: int, start: Any) -> Iterator[Block]:
         """Give the blocks of all sources; a position is [source, position in it]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -90,6 +91,8 @@ def _find(word: str, config: PrepareConfig) -> Sequence[Source]:
 
 
 def _hub(name: str, config: PrepareConfig) -> HubSource:
+    if not name:
+        raise UserError("hub: needs the name of a data set behind it, such as hub:cerebras/SlimPajama-627B")
     return HubSource(
         name, config.text_column, config=config.hub_config, split=config.hub_split, revision=config.hub_revision
     )
@@ -98,14 +101,34 @@ def _hub(name: str, config: PrepareConfig) -> HubSource:
 def _file(path: Path, name: str, config: PrepareConfig) -> FileSource:
     if not name.endswith(SUFFIXES):
         raise UserError(f"{path} has a suffix that says nothing about its format; accepted are {', '.join(SUFFIXES)}")
+    if not _is_unicode(name):
+        raise UserError(f"the name {name!r} is not UTF-8, so that no record can hold it; rename the file")
     if path.stat().st_size == 0:
         raise UserError(f"{path} is empty; leave it out")
     return FileSource(path, name, config)
 
 
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _inside(folder: Path, above: tuple[str, ...] = ()) -> Iterator[Path]:
+    """Every file below a folder, also through links to other folders, but not round and round."""
+    here = os.path.realpath(folder)
+    for path in folder.iterdir() if here not in above else ():
+        if path.is_dir():
+            yield from _inside(path, (*above, here))
+        else:
+            yield path
+
+
 def _folder(folder: Path, config: PrepareConfig) -> list[FileSource]:
     """Take every file of a known suffix; empty ones hold no document and are passed over."""
-    files = [path for path in folder.rglob("*") if path.name.endswith(SUFFIXES) and path.is_file()]
+    files = [path for path in _inside(folder) if path.name.endswith(SUFFIXES) and path.is_file()]
     found = sorted((path.relative_to(folder).as_posix(), path) for path in files if path.stat().st_size > 0)
     if not found:
         raise UserError(f"the folder {folder} holds no file that ends in {', '.join(SUFFIXES)} and is not empty")

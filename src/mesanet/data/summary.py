@@ -7,6 +7,7 @@ from typing import Any
 
 from mesanet.data.dataset import Dataset
 from mesanet.data.layout import SPLITS
+from mesanet.data.sources import TEXT
 
 BEGINNING = 100
 
@@ -24,6 +25,23 @@ def describe(index: dict[str, Any]) -> str:
 
 def warnings(index: dict[str, Any]) -> list[str]:
     """Return what the user had better know about a finished preparation."""
+    return [*_empty_split(index), *_unseen_separator(index)]
+
+
+def _unseen_separator(index: dict[str, Any]) -> list[str]:
+    """Whether there are no more documents than the text files would give without their separator."""
+    options, counts = index["options"], index["counts"]
+    sizes = [source["size"] for source in index["sources"] if source.get("file", "").endswith(TEXT)]
+    if options["separator"] is None or len(sizes) < len(index["sources"]):
+        return []
+    if counts["documents"] + counts["duplicates"] + counts["empty"] > sum(
+        max(-(-size // options["document_bytes"]), 1) for size in sizes
+    ):
+        return []
+    return [f"the text between documents, --separator {options['separator']!r}, is nowhere in the sources"]
+
+
+def _empty_split(index: dict[str, Any]) -> list[str]:
     fraction = index["options"]["validation_fraction"]
     empty = [split for split in SPLITS if not index["splits"][split]["documents"]]
     if empty and 0 < fraction < 1:

@@ -172,7 +172,14 @@ class JsonTokenizer:
                 f"the tokenizer {self.name} has no token {' or '.join(names)} to put between documents; "
                 "name one of its tokens with --bos-token"
             )
-        return int(known[0])
+        bos = int(known[0])
+        name = self._tokenizer.id_to_token(bos)
+        if bos in self._tokenizer.encode(name, add_special_tokens=False).ids:
+            raise UserError(
+                f"the tokenizer {self.name} reads {name!r} in a text as the token between documents: make it a special "
+                "token there, or name another one with --bos-token"
+            )
+        return bos
 
 
 def load_tokenizer(name: str | os.PathLike[str], bos_token: str | None = None) -> Tokenizer:
