@@ -85,6 +85,10 @@ def test_the_solvers_curve_is_one_command_and_is_not_done_twice(run: Path, capsy
         (("mesa", "--data", "empty.txt"), "is empty"),
         (("mesa", "--data", "book.txt", "--at-least", "5000"), "the longest has 1350 tokens"),
         (("mesa", "--data", "book.txt", "--relative-to", "attention"), "run the same `mesanet eval` on it first"),
+        (
+            ("mesa", "--data", "book.txt", "--packed", "--max-tokens", "99", "--length", "100"),
+            "fewer than a packed window",
+        ),
         (("mesa", "--data", "book.txt", "--buckets", "-3"), "buckets: got -3"),
         (("mesa", "--data", "column.jsonl"), "choose one with --text-column"),
         (("mesa", "--data", "other", "--split", "train"), "which is not that of the model (bytes)"),
@@ -114,6 +118,12 @@ def test_a_folder_of_several_runs_is_refused_with_their_names(run: Path, capsys:
     assert not (run / "evaluations").exists()
     assert call("eval", run / "attention", *asked, "--relative-to", run) == 2
     assert "is no run but holds 2" in capsys.readouterr().err
+
+
+def test_another_run_that_is_not_there_is_met_at_once(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("eval", run / "mesa", "--data", run / "book.txt", "--relative-to", run / "atention") == 2
+    assert "atention" in capsys.readouterr().err
+    assert not (run / "mesa" / "evaluations").exists()
 
 
 @pytest.mark.parametrize("part", ["summary", "settings"])

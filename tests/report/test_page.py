@@ -16,6 +16,7 @@ from mesanet.report.comparison import read_comparison
 from mesanet.report.evaluations import counterpart, plain_table, positions_table
 from mesanet.report.figures import solver_effort
 from mesanet.report.page import build_report
+from mesanet.report.style import mixer_colours
 from mesanet.report.tables import extrapolation_table, perplexity_table, solver_table
 
 pytest.importorskip("matplotlib")
@@ -305,3 +306,16 @@ def test_plain_tables() -> None:
     text = positions_table(evaluation(2.0, 8, 10), evaluation(2.5, 8, 10), buckets=4)
     assert text.splitlines()[2].split() == ["1", "4", "3.0000", "20.086", "3.0000", "20.086", "-0.5000"]
     assert len(text.splitlines()) == 6
+
+
+def test_patterns_have_colours_of_their_own() -> None:
+    patterns = ["mesa", "mesa-gla", "gla-mesa", "hawk-mesa", "mesa-hawk", "gla-hawk"]
+    assert len(set(mixer_colours(patterns).values())) == len(patterns)
+
+
+def test_a_bucket_without_tokens_has_a_dash() -> None:
+    record = {"positions": {"sum": [0.0, 0.0, 2.0, 4.0], "count": [0, 0, 2, 2]}}
+    for base in (None, record):
+        lines = positions_table(record, base, buckets=2, scale="linear").splitlines()
+        assert lines[2].split() == ["1-2", "0", *["-"] * (4 if base is None else 5)]
+        assert lines[3].split()[2:] == ["1.5000", "4.482", "1.5000", "4.482", *([] if base is None else ["+0.0000"])]

@@ -9,6 +9,7 @@ from typing import Literal
 
 from tyro.conf import Positional
 
+from mesanet.cli.data import unescaped
 from mesanet.cli.dispatch import parse
 from mesanet.config.base import check_in_range
 from mesanet.config.evaluation import EvaluationConfig, SolverOverride
@@ -82,7 +83,7 @@ def run(arguments: list[str]) -> None:
             data=data,
             split=options.split,
             text_column=options.text_column,
-            separator=options.separator,
+            separator=unescaped(options.separator),
             length=length,
             at_least=options.at_least,
             whole=options.whole,
@@ -102,12 +103,13 @@ def run(arguments: list[str]) -> None:
     from mesanet.evaluation.run import current_weights, evaluate_run
     from mesanet.report.evaluations import counterpart, evaluations_table, positions_table
 
+    # A run that is not there is no reason to wait for.
+    weights = None if options.relative_to is None else current_weights(options.relative_to)
     found = evaluate_run(
         options.run, configs, solvers, tokenizer=options.tokenizer, device=options.device, again=options.again
     )
     bases = None
-    if options.relative_to is not None:
-        weights = current_weights(options.relative_to)
+    if options.relative_to is not None and weights is not None:
         bases = [counterpart(options.relative_to, each.record, weights) for each in found]
     print(evaluations_table([each.record for each in found], bases))
     for number, each in enumerate(found):

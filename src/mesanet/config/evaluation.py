@@ -78,6 +78,8 @@ class EvaluationConfig:
             check_not_empty("separator", self.separator)
         if self.whole and self.max_tokens is not None and self.max_tokens < self.length:
             raise ConfigError("max_tokens", f"got {self.max_tokens}, fewer than a whole window of {self.length}")
+        if self.packed and self.max_tokens is not None and self.max_tokens < self.length:
+            raise ConfigError("max_tokens", f"got {self.max_tokens}, fewer than a packed window of {self.length}")
         if self.packed and (self.whole or self.at_least):
             raise ConfigError("packed", "takes documents of every length: leave out whole and at_least")
         if self.data == Path():

@@ -131,7 +131,7 @@ def packed_batches(data: EvaluationData, config: EvaluationConfig) -> tuple[Tota
     packed = PackedSequences(documents, data.bos, config.length, config.seed, once=True)
     count = packed.epoch_sequences()
     if config.max_tokens is not None:
-        count = min(count, max(1, config.max_tokens // config.length))
+        count = min(count, config.max_tokens // config.length)
     rows = max(1, config.piece // config.length)
 
     def give() -> Iterator[WindowBatch]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ from mesanet.errors import UserError
 from mesanet.io import read_json_lines, read_record
 from mesanet.report import shapes
 from mesanet.report.evaluations import Record, newest, overridden, read_evaluations
+from mesanet.report.style import mixer_colours
 
 PLAN = "compare.json"
 CORPUS = "corpus.json"
@@ -73,6 +75,11 @@ class Comparison:
     def base(self) -> Run | None:
         """The attention model, to which the others are compared."""
         return next((run for run in self.runs if run.mixers == BASE), None)
+
+    @cached_property
+    def colours(self) -> dict[str, str]:
+        """The colour of each model."""
+        return mixer_colours([run.mixers for run in self.runs])
 
     @property
     def length(self) -> int:
@@ -136,7 +143,7 @@ def _planned(records: list[Record], settings: Record | None, data: str) -> list[
         record
         for record in records
         if record["data"]["fingerprint"] == f"{data}/{settings['split']}"
-        and all(record["settings"][name] == value for name, value in wanted.items())
+        and all(record["settings"].get(name) == value for name, value in wanted.items())
     ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mesanet.errors import UserError
 from mesanet.io import check_shape, read_json
-from mesanet.report.positions import bucket_edges, bucket_sums, mean_so_far, positions_of
+from mesanet.report.positions import bucket_edges, bucket_sums, by_position, mean_so_far, positions_of
 from mesanet.report.shapes import EVALUATION
 
 FOLDER = "evaluations"
@@ -93,18 +93,24 @@ def positions_table(record: Record, base: Record | None = None, *, buckets: int 
     positions = positions_of(record)
     edges = bucket_edges(len(positions.sums), buckets, scale)
     sums, so_far = bucket_sums(positions, edges), mean_so_far(positions)
+    means = by_position(sums)
     head = ["positions", "tokens", "nll", "perplexity", "nll so far", "perplexity so far"]
     rows = []
+    others = None if base is None else by_position(bucket_sums(positions_of(base), edges))
     for number, (first, last) in enumerate(zip(edges[:-1] + 1, edges[1:], strict=True)):
-        nll = sums.sums[number] / max(sums.counts[number], 1)
         span = f"{first:,}" if first == last else f"{first:,}-{last:,}"
-        row = [span, f"{sums.counts[number]:,}", f"{nll:.4f}", f"{np.exp(nll):.3f}"]
-        row += [f"{so_far[last - 1]:.4f}", f"{np.exp(so_far[last - 1]):.3f}"]
-        if base is not None:
-            other = bucket_sums(positions_of(base), edges)
-            row.append(f"{nll - other.sums[number] / max(other.counts[number], 1):+.4f}")
+        nll, until = means[number], so_far[last - 1]
+        row = [span, f"{sums.counts[number]:,}"]
+        row += [_number(nll, ".4f"), _number(np.exp(nll), ".3f"), _number(until, ".4f"), _number(np.exp(until), ".3f")]
+        if others is not None:
+            row.append(_number(nll - others[number], "+.4f"))
         rows.append(row)
     return plain_table(head if base is None else [*head, "difference"], rows)
+
+
+def _number(value: float, form: str) -> str:
+    """A dash where there is no token to take a mean of."""
+    return "-" if np.isnan(value) else format(value, form)
 
 
 def solver_text(record: Record) -> str:

@@ -9,9 +9,9 @@ import numpy as np
 
 from mesanet.optional import import_optional
 from mesanet.report.comparison import Comparison, Run
-from mesanet.report.evaluations import Record, same_tokens
+from mesanet.report.evaluations import Record
 from mesanet.report.positions import bucket_difference, bucket_means, log_spaced, mean_so_far, positions_of
-from mesanet.report.style import mixer_colour, mixer_name, new_figure
+from mesanet.report.style import mixer_name, new_figure
 
 BUCKETS = 16
 """Buckets of positions, in equal ratios."""
@@ -32,14 +32,14 @@ def training_curves(comparison: Comparison) -> Any | None:
         axes.plot(
             [tokens[part].mean() for part in parts],
             [losses[part].mean() for part in parts],
-            color=mixer_colour(run.mixers),
+            color=comparison.colours[run.mixers],
             label=mixer_name(run.mixers),
         )
         axes.plot(
             [record["tokens"] for record in run.validation],
             [record["loss"] for record in run.validation],
             "o",
-            color=mixer_colour(run.mixers),
+            color=comparison.colours[run.mixers],
             markersize=4.5,
             markeredgecolor="white",
             markeredgewidth=0.7,
@@ -70,10 +70,10 @@ def loss_by_position(comparison: Comparison) -> Any | None:
     for run in runs:
         assert run.position is not None
         positions = positions_of(run.position)
-        style = {"color": mixer_colour(run.mixers), "label": mixer_name(run.mixers)}
+        style = {"color": comparison.colours[run.mixers], "label": mixer_name(run.mixers)}
         absolute = bucket_means(positions, BUCKETS)
         axes[0].plot(absolute.position, absolute.value, **style)
-        if relative and base is not None and base.position is not None and same_tokens(run.position, base.position):
+        if relative and base is not None and base.position is not None:
             curve = bucket_difference(positions, positions_of(base.position), BUCKETS)
             axes[1].plot(curve.position, curve.value, "-o", markersize=3, **style)
         else:
@@ -100,7 +100,7 @@ def length_extrapolation(comparison: Comparison) -> Any | None:
         assert run.extrapolation is not None
         positions = positions_of(run.extrapolation)
         longest = max(longest, len(positions.sums))
-        style = {"color": mixer_colour(run.mixers), "label": mixer_name(run.mixers)}
+        style = {"color": comparison.colours[run.mixers], "label": mixer_name(run.mixers)}
         so_far = log_spaced(np.exp(mean_so_far(positions)))
         later = so_far.position >= min(16, longest)
         axes[0].plot(so_far.position[later], so_far.value[later], **style)
@@ -152,7 +152,9 @@ def speed(comparison: Comparison) -> Any | None:
     figure, axes = new_figure(3, height=1.1 + 0.36 * len(runs))
     places = np.arange(len(runs))
     for number, (panel, (title, values)) in enumerate(zip(axes, panels, strict=True)):
-        bars = panel.barh(places, [value or 0 for value in values], color=[mixer_colour(run.mixers) for run in runs])
+        bars = panel.barh(
+            places, [value or 0 for value in values], color=[comparison.colours[run.mixers] for run in runs]
+        )
         panel.bar_label(bars, [f" {value:,.0f}" if value else " -" for value in values], fontsize=8)
         panel.set_yticks(places, [mixer_name(run.mixers) for run in runs] if number == 0 else [""] * len(runs))
         panel.invert_yaxis()

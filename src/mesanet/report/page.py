@@ -9,7 +9,7 @@ from typing import Any
 from mesanet.io import write_text_atomic
 from mesanet.report.comparison import Comparison, read_comparison
 from mesanet.report.figures import FIGURES
-from mesanet.report.style import drawing, mixer_colour, mixer_name, save_figure
+from mesanet.report.style import drawing, mixer_name, save_figure
 from mesanet.report.tables import escape, extrapolation_table, html_table, perplexity_table, solver_table
 
 CSS = """
@@ -97,7 +97,8 @@ def _perplexity(comparison: Comparison, figures: dict[str, str]) -> Iterator[str
         yield (
             f'<p class="note">{summary["tokens"]:,} held-out tokens in {summary["windows"]:,} windows of at most '
             f"{record['settings']['length']:,}. The difference to attention is paired by window, ± one standard error; "
-            "it says nothing of how much another seed of training would change.</p>"
+            "it says nothing of how much another seed of training would change. These windows are cut out of single "
+            "documents, while those of the validation during training, the dots below, are packed.</p>"
         )
     yield from _figure("training", figures)
 
@@ -137,7 +138,7 @@ def _samples(comparison: Comparison, figures: dict[str, str]) -> Iterator[str]:
     for run in comparison.runs:
         if run.sample is not None:
             prompt, text = escape(run.sample["prompt"]), escape(run.sample["text"])
-            colour = mixer_colour(run.mixers)
+            colour = comparison.colours[run.mixers]
             yield f"<p>{escape(mixer_name(run.mixers))}:</p>"
             yield f'<pre style="border-color: {colour}"><span class="prompt">{prompt}</span>{text}</pre>'
 

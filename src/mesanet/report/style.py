@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from io import BytesIO, StringIO
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,10 @@ def mixer_name(pattern: str) -> str:
     return NAMES.get(pattern) or "-".join(NAMES.get(part, part) for part in pattern.split("-"))
 
 
-def mixer_colour(pattern: str) -> str:
-    """The colour of a mixer; a pattern that is not in the table gets one that depends on its name alone."""
-    return COLOURS.get(pattern) or OTHERS[sum(pattern.encode()) % len(OTHERS)]
+def mixer_colours(patterns: Sequence[str]) -> dict[str, str]:
+    """The colour of each mixer; patterns that are not in the table get the others in the order in which they come."""
+    others = cycle(OTHERS)
+    return {pattern: COLOURS.get(pattern) or next(others) for pattern in patterns}
 
 
 @contextmanager
