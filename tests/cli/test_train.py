@@ -41,6 +41,8 @@ def test_options_change_what_they_name_and_nothing_else() -> None:
     assert config.data == base.data
     _, config = parse_run(["demo", "--training.tokens", "1000000"])
     assert (config.training.steps, config.training.tokens) == (None, 1_000_000)
+    _, config = parse_run(["laptop", "--training.steps", "8", "--training.warmup-steps", "1"])
+    assert (config.training.steps, config.training.warmup_steps) == (8, 1)
 
 
 @pytest.mark.parametrize(

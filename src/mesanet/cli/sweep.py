@@ -59,7 +59,10 @@ def parse_sweep(arguments: list[str]) -> tuple[Options, Callable[[str], RunConfi
     if given.preset:
         from mesanet.training.presets import run_preset
 
-        base = with_length(run_preset(given.preset), steps=given.training.steps, tokens=given.training.tokens)
+        length = given.training
+        base = with_length(
+            run_preset(given.preset), steps=length.steps, tokens=length.tokens, warmup_steps=length.warmup_steps
+        )
         default = Options(model=base.model, data=base.data, training=base.training)
     options = parse(Options, arguments, default=default, program="mesanet sweep")
     if base is None:

@@ -97,4 +97,5 @@ def base_config(given: Any) -> RunConfig | None:
         base = run_preset(given.preset, given.mixers or "mesa")
     else:
         return None
-    return with_length(base, steps=given.training.steps, tokens=given.training.tokens)
+    length = given.training
+    return with_length(base, steps=length.steps, tokens=length.tokens, warmup_steps=length.warmup_steps)

@@ -131,8 +131,14 @@ def default_out(preset: str, config: RunConfig) -> Path:
     return Path("runs") / f"{preset}-{'-'.join(config.model.mixers)}"
 
 
-def with_length(config: RunConfig, *, steps: int | None, tokens: int | None) -> RunConfig:
-    """The same run with another length, in steps or in tokens; with neither it stays as it is."""
+def with_length(
+    config: RunConfig, *, steps: int | None, tokens: int | None, warmup_steps: int | None = None
+) -> RunConfig:
+    """The same run with another length, in steps or in tokens; with neither it stays as it is.
+
+    A warmup that changes too has to be named here, as the present one may be too long for the new length.
+    """
     if steps is None and tokens is None:
         return config
-    return replace(config, training=replace(config.training, steps=steps, tokens=tokens))
+    warmup_steps = config.training.warmup_steps if warmup_steps is None else warmup_steps
+    return replace(config, training=replace(config.training, steps=steps, tokens=tokens, warmup_steps=warmup_steps))
