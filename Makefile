@@ -36,7 +36,7 @@ $(runtime): | .venv/.created
 
 $(development): $(runtime)
 	@echo "Setting up .venv (development)"
-	@$(install) -c constraints.txt -e '.[dev,data,transformers,report,tensorboard,evaluation,kernels]'
+	@$(install) -c constraints.txt -e '.[dev,data,transformers,report,tensorboard]'
 	@rm -f .venv/.development-* && touch $@
 
 demo: $(runtime)  ## Train mesa, attention and gated_deltanet on Python's own library, and write runs/demo/report/index.html
