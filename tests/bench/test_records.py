@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from mesanet.bench import gated_report, model_report
+from mesanet.bench import gated_report, model_report, op_report
 
 SHOW: dict[str, Callable[[dict[str, Any]], None]] = {
     "bench_model*.json": model_report.show,
     "bench_generation*.json": model_report.show,
+    "bench_training*.json": model_report.show,
     "bench_gated*.json": gated_report.show,
+    "bench_op*.json": op_report.show,
 }
 
 
