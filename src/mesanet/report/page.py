@@ -14,7 +14,7 @@ from mesanet.report.tables import escape, extrapolation_table, html_table, perpl
 
 CSS = """
 :root { color-scheme: light; }
-body { margin: 0 auto; padding: 2.2rem 1.4rem 4rem; max-width: 56rem; background: #fff; color: #222;
+body { margin: 0 auto; padding: 2.2rem 1.4rem 4rem; max-width: 64rem; background: #fff; color: #222;
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; }
 h1 { font-size: 1.7rem; margin: 0 0 .3rem; }
 h2 { font-size: 1.2rem; margin: 2.6rem 0 .5rem; border-top: 1px solid #ddd; padding-top: 1.4rem; }
