@@ -79,7 +79,7 @@ def demo(mixers: Pattern = "mesa") -> RunConfig:
 
 
 def laptop(mixers: Pattern = "mesa") -> RunConfig:
-    """A model of six layers on the same text: a night on a laptop."""
+    """A model of six layers on the same text: a night, or a day on two cores."""
     return RunConfig(
         model=ModelConfig(
             mixers=pattern(mixers), layers=6, width=256, heads=4, key_size=64, vocabulary=257, window=256
