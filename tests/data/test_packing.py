@@ -151,6 +151,25 @@ def test_only_ends_of_documents_are_dropped_and_not_always_the_same(length: int)
     assert not always
 
 
+@pytest.mark.parametrize(
+    ("sizes", "share"),
+    [
+        ([2000] * 3000, 0.49),
+        ([1500] * 3000, 0.32),
+        (np.random.default_rng(0).geometric(1 / 1000, 6000).tolist(), 0.15),
+        (np.random.default_rng(0).geometric(1 / 100, 20_000).tolist(), 0.05),
+    ],
+    ids=["2000", "1500", "around 1000", "around 100"],
+)
+def test_how_much_is_dropped(sizes: list[int], share: float) -> None:
+    """At the training length of 2048, as the guide says: a part of each document that does not fit behind others."""
+    documents = Numbered(sizes)
+    packed = PackedSequences(documents, -1, 2048, 0)
+    seen = packed.sequences(np.arange(packed.epoch_sequences()))[:, 1:]
+    dropped = 1 - len(np.unique(seen[seen >= 0])) / int(documents.ends[-1])
+    assert round(dropped, 2) == share
+
+
 @pytest.mark.parametrize(("count", "length"), [(5000, 8192), (20_000, 2048)])
 def test_short_documents_fill_long_sequences(count: int, length: int) -> None:
     """A block of documents is many sequences long, however short they are: what ends with it is a small part of all."""
